@@ -1,0 +1,123 @@
+"""`squinchcomm demo`: a small language model trained over a slow link, with float32 and with compressed gradients."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+_console = Console()
+
+
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each training.")] = 300,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, each with a link of its own.")] = 4,
+    link: Annotated[str, typer.Option(help="Emulated rate of each rank's link.")] = "1Gbit",
+    codec: Annotated[str, typer.Option(help="Codec to compare with float32.")] = "squinch6",
+    out: Annotated[Path, typer.Option(help="Folder for the picture and the raw numbers.")] = Path("demo-out"),
+    seed: Annotated[int, typer.Option(help="Same seed, same losses.")] = 0,
+) -> None:
+    """Train a small language model over a slow link, with float32 and with compressed gradients."""
+    missing = [name for name in ("torch", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        _console.print(f"The demo needs {' and '.join(missing)}. Install with: pip install 'squinchcomm\\[demo]'", style="red")
+        raise typer.Exit(2)
+    from squinchcomm.demo import report
+    from squinchcomm.demo.train import Run, Settings
+
+    settings = Settings(codecs=["none", codec], steps=steps, link_rate=link, seed=seed)
+    out.mkdir(parents=True, exist_ok=True)
+    settings.write(out / "settings.json")
+    (out / "runs.json").unlink(missing_ok=True)
+    _train(settings_path=out / "settings.json", ranks=ranks, codecs=settings.codecs, steps=steps)
+    runs = [Run(**run) for run in json.loads((out / "runs.json").read_text())]
+    _console.print(report.table(runs, ranks=ranks, link_rate=link))
+    report.picture(runs, out / "demo.png", ranks=ranks, link_rate=link)
+    _console.print(f"Picture: {out / 'demo.png'}   raw numbers: {out / 'runs.json'}")
+    if found := report.problems(runs):
+        _console.print("\n".join(f"FAILED {problem}" for problem in found), style="red")
+        raise typer.Exit(1)
+    _console.print(f"OK: all ranks hold the same bits; held-out losses agree within {report.LOSS_TOLERANCE} nats per byte")
+
+
+def _train(settings_path: Path, ranks: int, codecs: list[str], steps: int) -> None:
+    """Starts the ranks with the library's own launcher and shows how far rank 0 is."""
+    command = [
+        sys.executable,
+        "-m",
+        "squinchcomm.cli",
+        "run",
+        "-n",
+        str(ranks),
+        "-m",
+        "squinchcomm.demo.train",
+        str(settings_path),
+    ]
+    progress_path = settings_path.parent / "progress.jsonl"
+    progress_path.unlink(missing_ok=True)
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            show = _bars if _console.is_terminal else _lines
+            show(_tail(progress_path, process), codecs, steps)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            status = process.wait(timeout=30)
+        if status:
+            log.seek(0)
+            _console.print(log.read(), markup=False)
+            _console.print(f"The training ended with status {status}; its output is above.", style="red")
+            raise typer.Exit(1)
+
+
+def _tail(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+    """Lines of `path` as they are written, until the process ends."""
+    position, running = 0, True
+    while running:
+        running = process.poll() is None
+        text = path.read_text()[position:] if path.exists() else ""
+        complete = text[: text.rfind("\n") + 1]
+        position += len(complete)
+        yield from map(json.loads, complete.splitlines())
+        if running:
+            time.sleep(0.2)
+
+
+def _bars(lines: Iterator[dict[str, Any]], codecs: list[str], steps: int) -> None:
+    from squinchcomm.demo.report import label
+
+    columns = (
+        TextColumn("{task.description:>10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, TextColumn("{task.fields[loss]}"), console=_console) as progress:
+        tasks = {codec: progress.add_task(label(codec), total=steps, start=False, loss="") for codec in codecs}
+        for line in lines:
+            task = tasks[line["codec"]]
+            progress.start_task(task)
+            progress.update(task, completed=line["step"], loss=f"loss {line['loss']:.3f}")
+
+
+def _lines(lines: Iterator[dict[str, Any]], codecs: list[str], steps: int) -> None:
+    from squinchcomm.demo.report import label
+
+    start, every = time.monotonic(), max(1, steps // 6)
+    for line in lines:
+        if line["step"] % every == 0 or line["step"] == steps:
+            elapsed = time.monotonic() - start
+            run = f"{label(line['codec'])} ({codecs.index(line['codec']) + 1} of {len(codecs)})"
+            print(f"{elapsed:6.1f} s  {run}: step {line['step']}/{steps}, training loss {line['loss']:.3f}", flush=True)

@@ -1,0 +1,103 @@
+"""What the demo shows at its end: a table and a picture, from the runs that rank 0 wrote."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+
+from rich.table import Table
+
+from squinchcomm.demo.train import Run
+
+# Two trainings that differ in the last bit of one gradient part by about this much after some hundred steps.
+LOSS_TOLERANCE = 0.05  # nats a byte, held-out
+_COLOURS = ("#8a5a00", "#0b6fb8", "#2a7f3f", "#7a3fa0")
+_STYLES = ("-", "--", "-.", ":")  # curves that lie on each other stay visible
+
+
+def label(codec: str) -> str:
+    """How a codec is called in front of users."""
+    return "float32" if codec == "none" else codec
+
+
+def problems(runs: list[Run]) -> list[str]:
+    """What should not be: ranks that differ, or a run whose held-out loss is off the first one's by more than the tolerance."""
+    found = [f"{label(run.codec)}: ranks hold different parameters" for run in runs if not run.ranks_agree]
+    for run in runs[1:]:
+        gap = run.held_out_loss[-1][1] - runs[0].held_out_loss[-1][1]
+        if not abs(gap) <= LOSS_TOLERANCE:
+            found.append(
+                f"{label(run.codec)}: held-out loss differs from {label(runs[0].codec)} by {gap:+.4f} > {LOSS_TOLERANCE}"
+            )
+    return found
+
+
+def table(runs: list[Run], *, ranks: int, link_rate: str) -> Table:
+    """A row a quantity, a column a run, and how the last run compares with the first."""
+    first = runs[0]
+    title = f"{ranks} ranks, {link_rate} links, {first.parameters / 1e6:.2f} M parameters, {len(first.train_loss)} steps"
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("a step: median; a rank: rank 0")
+    for run in runs:
+        shown.add_column(label(run.codec), justify="right")
+    shown.add_column("ratio", justify="right")
+
+    def row(name: str, values: list[float], form: str, *, compare: bool = True) -> None:
+        ratio = f"{values[0] / values[-1]:.2f}x" if compare and values[-1] else ""
+        shown.add_row(name, *(form.format(value) for value in values), ratio)
+
+    row("step time (ms)", [1e3 * median(map(sum, zip(r.compute_s, r.communication_s, strict=True))) for r in runs], "{:.1f}")
+    row("  compute (ms)", [1e3 * median(r.compute_s) for r in runs], "{:.1f}")
+    row("  all-reduce, waiting included (ms)", [1e3 * median(r.communication_s) for r in runs], "{:.1f}")
+    row("sent on the wire, a rank and step (MB)", [median(r.wire_bytes) / 1e6 for r in runs], "{:.3f}")
+    row("training time (s)", [sum(r.compute_s) + sum(r.communication_s) for r in runs], "{:.1f}")
+    row(
+        "train loss, last 20 steps (nats/byte)",
+        [sum(r.train_loss[-20:]) / len(r.train_loss[-20:]) for r in runs],
+        "{:.4f}",
+        compare=False,
+    )
+    row("held-out loss (nats/byte)", [r.held_out_loss[-1][1] for r in runs], "{:.4f}", compare=False)
+    shown.add_row("all ranks bit-identical", *("yes" if run.ranks_agree else "NO" for run in runs), "")
+    return shown
+
+
+def picture(runs: list[Run], path: Path, *, ranks: int, link_rate: str) -> None:
+    """Writes a PNG: losses against steps, losses against time, bytes on the wire against time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (by_step, by_time, wire) = pyplot.subplots(1, 3, figsize=(16, 5), layout="constrained")
+    for run, colour, style in zip(runs, _COLOURS, _STYLES, strict=False):
+        name = label(run.codec)
+        clock = list(accumulate(map(sum, zip(run.compute_s, run.communication_s, strict=True))))
+        steps = range(1, len(clock) + 1)
+        evaluated = [step for step, _ in run.held_out_loss]
+        held_out = [loss for _, loss in run.held_out_loss]
+        for axes, train_x, held_out_x in (
+            (by_step, steps, evaluated),
+            (by_time, clock, [clock[step - 1] for step in evaluated]),
+        ):
+            axes.plot(train_x, run.train_loss, color=colour, alpha=0.35, linewidth=1, label=f"{name}, training")
+            axes.plot(held_out_x, held_out, color=colour, linestyle=style, marker="o", markersize=4, label=f"{name}, held-out")
+        wire.plot(clock, [total / 1e9 for total in accumulate(run.wire_bytes)], color=colour, linewidth=2, label=name)
+    for axes, title, x, y in (
+        (by_step, "Loss by step", "optimizer step", "loss (nats per byte)"),
+        (by_time, "Loss by time", "training time (s)", "loss (nats per byte)"),
+        (wire, "Bytes on the wire", "training time (s)", "sent by one rank since the start (GB)"),
+    ):
+        axes.set(title=title, xlabel=x, ylabel=y)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.25)
+        axes.legend(frameon=False)
+    wire.set_ylim(bottom=0)
+    figure.suptitle(
+        f"Byte-level transformer, {runs[0].parameters / 1e6:.2f} M parameters, {ranks} ranks over emulated {link_rate} links",
+        fontsize=13,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
