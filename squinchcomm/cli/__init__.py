@@ -1,0 +1,21 @@
+"""The command `squinchcomm`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> None:
+    """Runs the command line; errors of this package end with status 2 and say what to do, without a traceback."""
+    # Here and not above: whoever imports a sibling module does not pay for the command line's libraries.
+    from squinchcomm.cli.app import app
+    from squinchcomm.errors import SquinchError
+
+    try:
+        app()
+    except SquinchError as error:
+        if os.environ.get("SQUINCH_DEBUG", "").upper() == "TRACE":
+            raise
+        print(f"squinchcomm: error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,23 @@
+"""All commands of `squinchcomm`. What a command needs beyond the standard library is imported when it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import typer
+
+from squinchcomm.cli import run
+
+app = typer.Typer(
+    name="squinchcomm",
+    help="Collectives for networks slower than the accelerators: launch, look, measure.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(context_settings=run.PASS_THROUGH)(run.run)
+
+if importlib.util.find_spec("squinchcomm.cli.demo"):
+    from squinchcomm.cli.demo import demo
+
+    app.command()(demo)

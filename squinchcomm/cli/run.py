@@ -1,0 +1,75 @@
+"""`squinchcomm run`: several ranks of a script on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from typing import Annotated
+
+import typer
+
+from squinchcomm.cli.processes import Job
+from squinchcomm.errors import ConfigError
+
+# Everything from the script's name on belongs to the script.
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+def run(
+    context: typer.Context,
+    ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, max=1024, help="Ranks to start.")] = 2,
+    module: Annotated[
+        str | None, typer.Option("-m", metavar="MODULE", help="Run a Python module, as `python -m` does.")
+    ] = None,
+    env: Annotated[
+        list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="Variable for all ranks; repeatable.")
+    ] = None,
+    emulate_link: Annotated[
+        str | None, typer.Option("--emulate-link", metavar="RATE", help="Slow every rank's link down to, say, 1Gbit.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option("--timeout", min=0, help="Seconds after which the job fails.")] = None,
+    grace: Annotated[
+        float, typer.Option("--grace", min=0, help="Seconds between asking ranks to stop and killing them.")
+    ] = 5.0,
+    prefix: Annotated[bool, typer.Option("--prefix/--no-prefix", help="Show the rank in front of each line.")] = True,
+) -> None:
+    """Starts ranks of SCRIPT [ARGS]... on this machine and stops them all when one fails.
+
+    A file ending in .py runs under this Python, anything else as a program. The exit status is that of the rank that
+    failed first, 128 + n if signal n ended it, 124 after the timeout. Standard input goes to rank 0, unless it is a terminal.
+    """
+    job = Job(
+        command=_command(module, context.args),
+        world_size=ranks,
+        extra_env=_variables(env or [], emulate_link),
+        prefix=prefix,
+        timeout_s=timeout,
+        grace_s=grace,
+    )
+    raise typer.Exit(job.run())
+
+
+def _command(module: str | None, arguments: list[str]) -> list[str]:
+    if module is not None:
+        return [sys.executable, "-m", module, *arguments]
+    if not arguments:
+        raise ConfigError("nothing to run; give a script: squinchcomm run -n 4 script.py")
+    program = arguments[0]
+    if program.endswith(".py"):
+        if not os.path.isfile(program):
+            raise ConfigError(f"there is no file {program!r}; give the path of a script")
+        return [sys.executable, *arguments]
+    if shutil.which(program) is None:
+        raise ConfigError(f"{program!r} is neither a .py file nor a program on PATH; for a module use -m")
+    return list(arguments)
+
+
+def _variables(settings: list[str], emulate_link: str | None) -> dict[str, str]:
+    variables = {} if emulate_link is None else {"SQUINCH_LINK_RATE": emulate_link}
+    for setting in settings:
+        name, separator, value = setting.partition("=")
+        if not separator or not name:
+            raise ConfigError(f"--env {setting}: not of the form NAME=VALUE")
+        variables[name] = value
+    return variables
