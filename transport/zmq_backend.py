@@ -1,0 +1,167 @@
+"""The zmq transport: where to listen, and how a group is joined."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+
+import zmq
+
+from squinchcomm.errors import ConfigError
+
+from . import address as addresses_
+from .address import Address, decode_address, encode_address, host_identity
+from .base import Backend, Listener, Transport
+from .options import TransportOptions
+from .security import Security, choose_security
+from .zmq_context import ZmqContext, acquire_context, release_context
+from .zmq_link import HANDSHAKE_MS, Monitor, Target, connect_links, queue_limit
+from .zmq_transport import ZmqTransport, max_message_bytes
+
+_REJECTIONS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class Inbox:
+    """The socket that all peers send to, with all that must be freed together with it."""
+
+    def __init__(self, options: TransportOptions, security: Security) -> None:
+        self.context: ZmqContext = acquire_context(options.io_threads)
+        self._domain = secrets.token_hex(8)
+        self._retract = self.context.admit(self._domain, security)
+        self.socket = self.context.zmq.socket(zmq.PULL)
+        self.monitor = Monitor(self.context, self.socket, _REJECTIONS)
+        self.rejected = 0
+        security.set_server(self.socket, self._domain)
+        self.socket.set(zmq.RCVHWM, queue_limit(options.window))
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.MAXMSGSIZE, max_message_bytes(options))
+        self.socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self.socket.set(zmq.BACKLOG, 1024)
+
+    def count_rejections(self) -> int:
+        """Connections that never got past the handshake, so far."""
+        self.rejected += len(self.monitor.events())
+        return self.rejected
+
+    def bind_ipc(self) -> str:
+        endpoint = f"ipc://@squinchcomm-{secrets.token_hex(16)}"
+        self.socket.set(zmq.IPC_FILTER_UID, os.getuid())
+        self.socket.bind(endpoint)
+        return endpoint
+
+    def bind_tcp(self, host: str, port_range: tuple[int, int] | None) -> str:
+        if ":" in host:
+            self.socket.set(zmq.IPV6, 1)
+        first, last = port_range or (0, 0)
+        for port in range(first, last + 1):
+            try:
+                self.socket.bind(addresses_.tcp_endpoint(host, port or "*"))
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EADDRINUSE and port < last:
+                    continue
+                raise ConfigError(_bind_advice(host, port_range, error)) from None
+            return self.socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        raise AssertionError("an empty port range")
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close(0)
+        self._retract()
+        release_context(self.context)
+
+
+class ZmqListener(Listener):
+    """A bound socket that waits for peers."""
+
+    def __init__(self, options: TransportOptions) -> None:
+        host = _interface(options.bind)
+        beyond = options.scheme != "ipc" and not addresses_.is_loopback(host)
+        self._options = options
+        self._security = choose_security(options, beyond_loopback=beyond)
+        self._inbox: Inbox | None = Inbox(options, self._security)
+        try:
+            self._own = Address(
+                version=addresses_.ADDRESS_VERSION,
+                host=options.host if options.host is not None else host_identity(),
+                uid=os.getuid(),
+                session=secrets.randbits(32),
+                security=self._security.mechanism,
+                window=options.window,
+                max_payload_bytes=options.max_payload_bytes,
+                tcp=self._inbox.bind_tcp(host, options.port_range) if options.scheme != "ipc" else None,
+                ipc=self._inbox.bind_ipc() if options.scheme != "tcp" else None,
+            )
+        except BaseException:
+            self.close()
+            raise
+        self.address = encode_address(self._own)
+
+    def connect(self, rank: int, addresses: Sequence[bytes], timeout_s: float) -> Transport:
+        if self._inbox is None:
+            raise RuntimeError("this listener is closed or already connected")
+        inbox, self._inbox = self._inbox, None
+        try:
+            group = [decode_address(blob, peer) for peer, blob in enumerate(addresses)]
+            targets = [self._target(peer, address) for peer, address in enumerate(group) if peer != rank]
+            if group[rank] != self._own:
+                raise ConfigError(f"rank {rank} listens elsewhere than at addresses[{rank}]")
+            links = connect_links(inbox.context, rank, targets, self._security, self._options, timeout_s)
+        except BaseException:
+            inbox.close()
+            raise
+        return ZmqTransport(rank, [address.host for address in group], inbox, links, self._own, self._options)
+
+    def close(self) -> None:
+        if self._inbox is not None:
+            self._inbox.close()
+            self._inbox = None
+
+    def _target(self, peer: int, address: Address) -> Target:
+        own = self._own
+        for what, theirs, ours in (
+            ("security", address.security, own.security),
+            ("window", address.window, own.window),
+            ("max_payload_bytes", address.max_payload_bytes, own.max_payload_bytes),
+        ):
+            if theirs != ours:
+                raise ConfigError(f"{what} is {theirs} on rank {peer} and {ours} here; set the same on all ranks", peer=peer)
+        endpoint = address.endpoint_from(own)
+        if endpoint is None:
+            raise ConfigError(
+                f"rank {peer} is on another host and listens at {address.tcp}, which cannot be reached from here; set bind "
+                "(SQUINCH_BIND) to the address of a network interface on every rank",
+                peer=peer,
+            )
+        return Target(peer, endpoint, address.session)
+
+
+class ZmqBackend(Backend):
+    """ZeroMQ over abstract Unix sockets and TCP."""
+
+    name = "zmq"
+
+    def __init__(self, options: TransportOptions) -> None:
+        self._options = options
+
+    def listen(self) -> Listener:
+        return ZmqListener(self._options)
+
+
+def _interface(bind: str) -> str:
+    try:
+        host = addresses_.resolve(bind)
+    except OSError as error:
+        raise ConfigError(f"bind address {bind!r} does not resolve ({error.strerror}); give the address of an interface") from None
+    if addresses_.is_wildcard(host):
+        raise ConfigError(f"bind address {bind!r} is no address that peers could be told; give that of one network interface")
+    return host
+
+
+def _bind_advice(host: str, port_range: tuple[int, int] | None, error: zmq.ZMQError) -> str:
+    if error.errno == zmq.EADDRINUSE and port_range is not None:
+        return f"all ports of {host} from {port_range[0]} to {port_range[1]} are in use; choose another port_range"
+    if error.errno == zmq.EADDRNOTAVAIL:
+        return f"no network interface of this machine has the address {host}; set bind to one that `ip address` shows"
+    return f"cannot listen on {host}: {error.strerror}"

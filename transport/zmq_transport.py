@@ -1,0 +1,315 @@
+"""Frames over zmq: the hot path, the windows, and the end of peers."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from squinchcomm.errors import CommunicatorAborted, WireFormatError
+
+from .address import Address
+from .base import Frame, Transport
+from .options import TransportOptions
+from .zmq_context import ForkAware, watch_fork
+from .zmq_link import PeerLink
+
+if TYPE_CHECKING:
+    from .zmq_backend import Inbox
+
+# Every message starts with: receiver's session, sender's rank, frames of yours that I released, header bytes, kind.
+_PREFIX = struct.Struct("<IIQHBx")
+_PREFIX_BYTES = _PREFIX.size
+_WHOLE, _SPLIT, _CREDIT, _GOODBYE = range(4)
+
+_JOIN_BELOW = 32 << 10  # smaller payloads travel in one part with their header
+_SLICE_S = 0.05  # how long a wait sleeps before it looks after wake and lost peers
+_GRACE_S = 0.1  # what a peer sent before its connection broke may still be on its way to us
+
+
+class ZmqFrame(Frame):
+    """A frame in zmq's memory."""
+
+    __slots__ = ("_link", "_transport")
+
+    def __init__(self, transport: ZmqTransport, link: PeerLink, header: bytes, payload: memoryview) -> None:
+        self._transport = transport
+        self._link = link
+        self.peer = link.rank
+        self.header = header
+        self.payload = payload
+
+    def release(self) -> None:
+        link = self._link
+        link.released += 1
+        if link.released - link.reported >= self._transport.credit_due:
+            self._transport.report(link)
+
+
+class ZmqTransport(Transport, ForkAware):
+    """One bound PULL socket that all peers send to, one PUSH socket to each peer."""
+
+    name = "zmq"
+
+    def __init__(
+        self, rank: int, hosts: Sequence[str], inbox: Inbox, links: Sequence[PeerLink], own: Address, options: TransportOptions
+    ) -> None:
+        self.rank = rank
+        self.world_size = len(hosts)
+        self.hosts = tuple(hosts)
+        self.encrypted = own.security == "curve"
+        self.max_payload_bytes = options.max_payload_bytes
+        self.window = options.window
+        self.credit_due = max(1, options.window // 2)
+        self._session = own.session
+        self._peer_timeout_s = options.peer_timeout_s
+        self._links: list[PeerLink | None] = [None] * self.world_size
+        for link in links:
+            self._links[link.rank] = link
+        self._inbox = inbox
+        self._recv_part = inbox.socket.recv
+        self._recv_timeout_s = _SLICE_S
+        inbox.socket.set(zmq.RCVTIMEO, round(_SLICE_S * 1000))
+        self._sent_bytes = [0] * self.world_size
+        self._received_bytes = [0] * self.world_size
+        self._lost: dict[int, str] = {}
+        self._news = False
+        self._looked_at = 0.0
+        self._woken = threading.Event()
+        self._borrowed: list[zmq.MessageTracker] = []
+        self._free = weakref.finalize(self, _free, inbox, list(links), 0)
+        self._free.atexit = False
+        watch_fork(self)
+
+    # --- sending
+
+    def can_send(self, peer: int) -> bool:
+        link = self._peer(peer)
+        return link.sent - link.acked < self.window or link.lost is not None
+
+    def send(self, peer: int, header: bytes, payload: Any = b"", *, borrow: bool = False) -> None:
+        link = self._peer(peer)
+        size = len(payload) if type(payload) is bytes else memoryview(payload).nbytes
+        header_bytes = len(header)
+        if header_bytes > 4096 or size > self.max_payload_bytes:
+            raise ValueError(f"header of {header_bytes} bytes or payload of {size} bytes is too large")
+        if link.lost is not None:
+            return
+        if link.sent - link.acked >= self.window:
+            raise BlockingIOError(f"the window of rank {peer} is full: {self.window} frames are not released yet")
+        link.sent += 1
+        link.reported = link.released
+        self._sent_bytes[peer] += _PREFIX_BYTES + header_bytes + size
+        try:
+            if size < _JOIN_BELOW:
+                prefix = _PREFIX.pack(link.session, self.rank, link.released, header_bytes, _WHOLE)
+                link.send_part(b"".join((prefix, header, payload)), zmq.NOBLOCK)
+                return
+            prefix = _PREFIX.pack(link.session, self.rank, link.released, header_bytes, _SPLIT)
+            link.send_part(prefix + header, zmq.NOBLOCK | zmq.SNDMORE)
+            tracker = link.send_part(payload, zmq.NOBLOCK, copy=False, track=borrow)
+        except zmq.Again:
+            return  # the connection is gone; its monitor will say so
+        if borrow:
+            self._borrowed.append(tracker)
+
+    def report(self, link: PeerLink) -> None:
+        """Tells a peer that has not heard from us how many of its frames are released."""
+        self._send_bare(link, _CREDIT)
+
+    def flush(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self._borrowed:
+            try:
+                self._borrowed[-1].wait(max(0.0, deadline - time.monotonic()))
+            except zmq.NotDone:
+                return False
+            self._borrowed.pop()
+        return True
+
+    def _send_bare(self, link: PeerLink, kind: int) -> None:
+        if link.lost is None:
+            link.reported = link.released
+            self._sent_bytes[link.rank] += _PREFIX_BYTES
+            try:
+                link.send_part(_PREFIX.pack(link.session, self.rank, link.released, 0, kind), zmq.NOBLOCK)
+            except zmq.Again:
+                pass
+
+    # --- receiving
+
+    def recv(self, timeout_s: float) -> Frame | None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                if timeout_s < self._recv_timeout_s:
+                    part = self._recv_part(zmq.NOBLOCK)
+                else:
+                    part = self._recv_part()
+            except zmq.Again:
+                waited = self._wait(deadline)
+                if waited is None:
+                    return None
+                part = waited
+            frame = self._accept(part)
+            if frame is not None:
+                return frame
+            if self._news:
+                self._news = False
+                return None
+            timeout_s = deadline - time.monotonic()
+
+    def _wait(self, deadline: float) -> bytes | None:
+        """Blocks in slices for the next message; None when recv has to return without one."""
+        while True:
+            now = time.monotonic()
+            left_s = deadline - now
+            if (left_s > 0 or now - self._looked_at > _SLICE_S) and self._look_around(now):
+                return None
+            if left_s <= 0:
+                return None
+            self._set_recv_timeout(min(left_s, _SLICE_S))
+            try:
+                return self._recv_part()
+            except zmq.Again:
+                pass
+
+    def _set_recv_timeout(self, timeout_s: float) -> None:
+        if timeout_s != self._recv_timeout_s:
+            self._recv_timeout_s = timeout_s
+            self._inbox.socket.set(zmq.RCVTIMEO, max(1, round(timeout_s * 1000)))
+
+    def _accept(self, part: bytes) -> Frame | None:
+        """The frame that starts with this part; None for a message between transports."""
+        if len(part) < _PREFIX_BYTES:
+            raise self._violation(None, f"a message of {len(part)} bytes, shorter than its prefix")
+        session, peer, released, header_bytes, kind = _PREFIX.unpack_from(part)
+        link = self._links[peer] if peer < self.world_size else None
+        if link is None or session != self._session:
+            raise self._violation(None, f"a message from rank {peer} for session {session:#x}, which is not of this group")
+        if not link.acked <= released <= link.sent:
+            raise self._violation(link, f"it says it released {released} frames of {link.sent}, after {link.acked}")
+        link.acked = released
+        end = _PREFIX_BYTES + header_bytes
+        if kind == _WHOLE:
+            if self._inbox.socket.get(zmq.RCVMORE) or end > len(part) or header_bytes > 4096:
+                raise self._violation(link, f"a frame of {len(part)} bytes with a header of {header_bytes}, or with extra parts")
+            payload = memoryview(part)[end:]
+            size = len(part)
+        elif kind == _SPLIT:
+            if end != len(part) or header_bytes > 4096 or not self._inbox.socket.get(zmq.RCVMORE):
+                raise self._violation(link, f"the first part of a frame has {len(part)} bytes instead of {end}, or is alone")
+            tail = self._inbox.socket.recv(zmq.NOBLOCK, copy=False)
+            payload = tail.buffer.toreadonly()
+            size = end + len(payload)
+            if tail.more or len(payload) > self.max_payload_bytes:
+                raise self._violation(link, f"a payload of {len(payload)} bytes is too large or has extra parts")
+        else:
+            self._accept_bare(link, part, kind)
+            return None
+        link.received += 1
+        if link.received - link.released > self.window:
+            raise self._violation(link, f"it sent more than the {self.window} frames of its window")
+        self._received_bytes[peer] += size
+        if link.lost is not None and link.lost == _BROKE:
+            return None
+        return ZmqFrame(self, link, part[_PREFIX_BYTES:end], payload)
+
+    def _accept_bare(self, link: PeerLink, part: bytes, kind: int) -> None:
+        if len(part) != _PREFIX_BYTES or kind not in (_CREDIT, _GOODBYE) or self._inbox.socket.get(zmq.RCVMORE):
+            raise self._violation(link, f"a message of unknown kind {kind}, or a bare message that is not bare")
+        self._received_bytes[link.rank] += _PREFIX_BYTES
+        if kind == _GOODBYE:
+            self._lose(link, "closed its communicator")
+
+    def _violation(self, link: PeerLink | None, what: str) -> WireFormatError:
+        """The error for bytes that no honest peer sends; what is left of their message is thrown away, their sender given up."""
+        while self._inbox.socket.get(zmq.RCVMORE):
+            self._inbox.socket.recv(zmq.NOBLOCK, copy=False)
+        if link is None:
+            return WireFormatError(f"an authenticated peer sent {what}", rank=self.rank)
+        self._lose(link, _BROKE)
+        return WireFormatError(f"rank {link.rank} broke the transport protocol: {what}", rank=self.rank, peer=link.rank)
+
+    # --- the end of peers, and ours
+
+    def _look_around(self, now: float) -> bool:
+        """Reads the monitors; True if recv should return: it was woken, or somebody is lost."""
+        self._looked_at = now
+        for link in self._links:
+            if link is None or link.lost is not None:
+                continue
+            link.watch(self._peer_timeout_s)
+            if link.suspect is not None and now - link.suspect[1] >= _GRACE_S:
+                self._lose(link, link.suspect[0])
+        returning = self._news or self._woken.is_set()
+        self._news = False
+        self._woken.clear()
+        return returning
+
+    def _lose(self, link: PeerLink, reason: str) -> None:
+        if link.lost is None:
+            link.lost = self._lost[link.rank] = reason
+            self._news = True
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        return MappingProxyType(self._lost)
+
+    @property
+    def sent_bytes(self) -> Sequence[int]:
+        return self._sent_bytes
+
+    @property
+    def received_bytes(self) -> Sequence[int]:
+        return self._received_bytes
+
+    @property
+    def rejected_peers(self) -> int:
+        return self._inbox.count_rejections()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def close(self, linger_s: float = 1.0) -> None:
+        if not self._free.alive:
+            return
+        links = [link for link in self._links if link is not None]
+        for link in links:
+            self._send_bare(link, _GOODBYE)
+        self._free.detach()
+        self._retire()
+        _free(self._inbox, links, max(0, round(linger_s * 1000)))
+
+    def disown(self) -> None:
+        if self._free.detach() is not None:
+            self._retire()
+
+    def _retire(self) -> None:
+        """Makes every later call fail: closed here, or owned by the process that forked this one."""
+
+    def _peer(self, peer: int) -> PeerLink:
+        link = self._links[peer]
+        if link is None:
+            raise ValueError(f"rank {peer} cannot send to itself")
+        return link
+
+
+_BROKE = "broke the transport protocol"
+
+
+def max_message_bytes(options: TransportOptions) -> int:
+    """The largest message part that an honest peer sends."""
+    return max(options.max_payload_bytes, _JOIN_BELOW + 4096 + _PREFIX_BYTES)
+
+
+def _free(inbox: Inbox, links: Sequence[PeerLink], linger_ms: int) -> None:
+    for link in links:
+        link.close(linger_ms if link.lost is None else 0)
+    inbox.close()
