@@ -7,7 +7,6 @@ import difflib
 import fcntl
 import ipaddress
 import logging
-import math
 import os
 import re
 import socket
@@ -29,7 +28,6 @@ LAUNCH_VARIABLES = {
     "SQUINCH_JOB_TOKEN": "secret or name shared by the ranks of a job; ranks with another one are turned away",
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
-_RATE = re.compile(r"\d+(?:\.\d+)?\s*[KMGT]?(?:bit|bps)(?:/s)?", re.IGNORECASE)
 _NAME = re.compile(r"[a-z][a-z0-9_.-]*")
 _SIOCGIFADDR = 0x8915
 
@@ -53,10 +51,10 @@ def parse_size(value: object) -> int:
     return int(size)
 
 
-def _seconds(least: float, inclusive: bool = True) -> Callable[[object], float]:
+def _seconds(least: float, *, inclusive: bool = True, most: float = 1e9) -> Callable[[object], float]:
     def parse(value: object) -> float:
         seconds = float(value)  # type: ignore[arg-type]
-        if not math.isfinite(seconds) or seconds < least or (seconds == least and not inclusive):
+        if not least <= seconds <= most or (seconds == least and not inclusive):
             raise ValueError("out of range")
         return seconds
 
@@ -92,6 +90,18 @@ def _pattern(pattern: re.Pattern[str]) -> Callable[[object], str]:
         return value
 
     return parse
+
+
+def _rate(value: object) -> str:
+    from squinchcomm.transport.options import parse_rate
+
+    parse_rate(str(value))
+    return str(value)
+
+
+def _known_interface(value: object) -> str:
+    resolve_interface(str(value))
+    return str(value)
 
 
 def _path(value: object) -> Path:
@@ -161,7 +171,11 @@ class Config:
         "seconds that all ranks have to find each other",
     )
     peer_timeout_s: float = _setting(
-        "SQUINCH_PEER_TIMEOUT", 5.0, _seconds(1), "seconds, at least 1", "seconds of silence after which a peer counts as lost"
+        "SQUINCH_PEER_TIMEOUT",
+        5.0,
+        _seconds(1, most=3600),
+        "seconds, 1 to 3600",
+        "seconds of silence after which a peer counts as lost",
     )
     security: str = _setting(
         "SQUINCH_SECURITY",
@@ -170,13 +184,13 @@ class Config:
         "auto, curve or none",
         "encryption and authentication between ranks; auto asks for it beyond this machine",
     )
-    key_file: Path | None = _setting(
+    key_file: Path | None = _setting(  # noqa: RUF009  it makes a field, as dataclasses.field does
         "SQUINCH_KEY_FILE", None, _path, "a path", "the job's key, as `squinchcomm keygen` writes it"
     )
     interface: str | None = _setting(
         "SQUINCH_INTERFACE",
         None,
-        lambda value: _known_interface(value),
+        _known_interface,
         "an interface's name or address",
         "where this rank listens",
     )
@@ -190,7 +204,7 @@ class Config:
     link_rate: str | None = _setting(
         "SQUINCH_LINK_RATE",
         None,
-        _pattern(_RATE),
+        _rate,
         "a rate such as 1Gbit or 500Mbit",
         "emulated rate of each rank's link, bits/s",
     )
@@ -341,11 +355,6 @@ def resolve_interface(interface: str) -> str:
     what = "has no address" if interface in interfaces else "is neither an interface of this machine nor an address"
     usable = ", ".join(f"{name} ({addresses[0]})" for name, addresses in interfaces.items() if addresses)
     raise ConfigError(f"{interface!r} {what}. Interfaces with one: {usable or 'none'}")
-
-
-def _known_interface(value: object) -> str:
-    resolve_interface(str(value))
-    return str(value)
 
 
 def configure_logging(debug: str, rank: int) -> None:

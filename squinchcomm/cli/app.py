@@ -6,7 +6,7 @@ import importlib.util
 
 import typer
 
-from squinchcomm.cli import run
+from squinchcomm.cli import env, keygen, run
 
 app = typer.Typer(
     name="squinchcomm",
@@ -16,6 +16,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(context_settings=run.PASS_THROUGH)(run.run)
+app.command()(keygen.keygen)
+app.command()(env.env)
 
 if importlib.util.find_spec("squinchcomm.cli.demo"):
     from squinchcomm.cli.demo import demo
