@@ -1,0 +1,144 @@
+"""From nothing to a communicator: who am I, where are the others, do we agree."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from squinchcomm.communicator import Communicator, Endpoints
+from squinchcomm.config import Config, configure_logging
+from squinchcomm.errors import ConfigError, MismatchError
+from squinchcomm.launch import LaunchInfo, detect
+from squinchcomm.transport import get_backend
+from squinchcomm.transport.base import Backend, Listener
+from squinchcomm.transport.options import TransportOptions, parse_rate
+
+log = logging.getLogger("squinchcomm")
+
+
+def init(
+    rank: int | None = None,
+    world_size: int | None = None,
+    address: str | None = None,
+    *,
+    config: Config | None = None,
+    **settings: Any,
+) -> Communicator:
+    """Joins the group of ranks that this process was started in.
+
+    Args:
+        rank: This process's number; None asks the launcher's environment (`squinchcomm run`, torchrun, MPI, Slurm); without any
+            the world has one rank.
+        world_size: Number of ranks; as `rank`.
+        address: Where rank 0 meets the others: "tcp://host:port", or "ipc://@name" on one machine; as `rank`.
+        config: Settings; None reads the SQUINCH_* environment.
+        settings: Single settings by field name of `Config`, such as `codec="squinch6"`; they win over the environment.
+
+    Raises:
+        ConfigError: arguments, environment or settings that make no group; says which and what to do.
+        PeerLost: a rank did not come or could not be reached within `connect_timeout_s`.
+    """
+    if config is None:
+        config = Config.from_env(**settings)
+    elif settings:
+        raise ConfigError(f"give config or single settings, not both: {', '.join(settings)}")
+    info = detect(rank, world_size, address)
+    configure_logging(config.debug, info.rank)
+    log.info("rank %d of %d from %s, meeting at %s", info.rank, info.world_size, info.source, info.address)
+    if info.world_size == 1:
+        return join(get_backend("inproc"), 0, lambda blob: [blob], config)
+    backend = get_backend(config.transport, transport_options(config, info))
+
+    def exchange(blob: bytes) -> list[bytes]:
+        from squinchcomm.transport.rendezvous import exchange as meet
+
+        return meet(
+            info.address,
+            info.rank,
+            info.world_size,
+            blob,
+            options=transport_options(config, info),
+            timeout_s=config.connect_timeout_s,
+        )
+
+    return join(backend, info.rank, exchange, config)
+
+
+def transport_options(config: Config, info: LaunchInfo) -> TransportOptions:
+    """The part of the settings that transports know."""
+    return TransportOptions(
+        scheme=config.scheme,  # type: ignore[arg-type]
+        bind=config.bind_address or "127.0.0.1",
+        port_range=config.port_range,
+        host=config.host,
+        peer_timeout_s=config.peer_timeout_s,
+        security=config.security,  # type: ignore[arg-type]
+        key_file=config.key_file,
+        job_token=info.job_token,
+        link_rate=None if config.link_rate is None else parse_rate(config.link_rate),
+        io_threads=config.io_threads,
+    )
+
+
+def join(backend: Backend, rank: int, exchange: Callable[[bytes], list[bytes]], config: Config) -> Communicator:
+    """Makes a communicator over `backend`; `exchange` gives every rank everybody's blob, in rank order."""
+    listeners = listen(backend)
+    try:
+        blobs = exchange(pack_endpoints(listeners, secrets.randbits(32), config))
+        return connect(backend, listeners, rank, blobs, config)
+    except BaseException:
+        for listener in listeners:
+            listener.close()
+        raise
+
+
+def listen(backend: Backend) -> tuple[Listener, Listener]:
+    """Opens the two places where a rank of a new communicator is reached: for collectives and for messages."""
+    collectives = backend.listen()
+    try:
+        return collectives, backend.listen()
+    except BaseException:
+        collectives.close()
+        raise
+
+
+def pack_endpoints(listeners: Sequence[Listener], epoch: int, config: Config) -> bytes:
+    """What a rank tells the others before a communicator exists."""
+    collectives, messages = listeners
+    return msgspec.msgpack.encode(
+        Endpoints(collectives.address, messages.address, epoch, {"chunk_bytes": str(config.chunk_bytes)})
+    )
+
+
+def connect(
+    backend: Backend, listeners: Sequence[Listener], rank: int, blobs: Sequence[bytes], config: Config
+) -> Communicator:
+    """Connects this rank's listeners with those of `blobs`, one a rank, whose epoch is rank 0's."""
+    everybody = [_read(blob, peer) for peer, blob in enumerate(blobs)]
+    for peer, theirs in enumerate(everybody):
+        for name, value in everybody[0].settings.items():
+            if theirs.settings.get(name) != value:
+                raise MismatchError(
+                    f"ranks must agree on {name}: rank 0 has {value}, rank {peer} has {theirs.settings.get(name)}",
+                    rank=rank,
+                    peer=peer,
+                )
+    collectives, messages = listeners
+    first = collectives.connect(rank, [each.collectives for each in everybody], config.connect_timeout_s)
+    try:
+        second = messages.connect(rank, [each.messages for each in everybody], config.connect_timeout_s)
+    except BaseException:
+        first.close(0.0)
+        raise
+    return Communicator(backend, (first, second), config, everybody[0].epoch)
+
+
+def _read(blob: bytes, peer: int) -> Endpoints:
+    try:
+        return msgspec.msgpack.decode(blob, type=Endpoints)
+    except msgspec.MsgspecError as error:
+        raise MismatchError(f"rank {peer} runs another version of squinchcomm: {error}", peer=peer) from None

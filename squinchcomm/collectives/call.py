@@ -1,0 +1,124 @@
+"""The engine under every collective: send what may be sent, handle what arrives, until nothing is due."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from squinchcomm.collectives.channel import Channel, Piece, Ticket
+from squinchcomm.errors import WireFormatError
+
+
+class Parcel(NamedTuple):
+    """One frame to send. `payload` is an uint8 array or bytes; `borrow` as in `Transport.send`."""
+
+    phase: int
+    chunk: int
+    payload: Any
+    nbytes: int
+    borrow: bool = False
+
+
+class Call:
+    """One collective in progress.
+
+    Each peer has a queue of parcels that are ready and an iterator that makes more; ready ones go first, so that results
+    overtake raw contributions. An iterator is asked for its next parcel only when the peer's window has room:
+    encoded data does not pile up.
+    """
+
+    def __init__(self, channel: Channel, ticket: Ticket) -> None:
+        self.channel = channel
+        self.ticket = ticket
+        self.rank = channel.rank
+        self.world_size = channel.world_size
+        self.waiting: dict[int, int] = {}
+        self._ready: list[deque[Parcel]] = [deque() for _ in range(self.world_size)]
+        self._making: dict[int, Iterator[Parcel]] = {}
+        self._queued = 0
+        self._borrowed = False
+
+    def others(self) -> list[int]:
+        """All other ranks, starting after this one, so that not everybody sends to rank 0 first."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def post(self, peer: int, parcel: Parcel) -> None:
+        """Queues a parcel for `peer`."""
+        self._ready[peer].append(parcel)
+        self._queued += 1
+        self._borrowed |= parcel.borrow
+
+    def make(self, peer: int, parcels: Iterator[Parcel]) -> None:
+        """Sends what the iterator yields, as the peer's window allows."""
+        self._making[peer] = parcels
+
+    def expect(self, peer: int, frames: int) -> None:
+        """Says that `frames` more frames are due from `peer`."""
+        if frames:
+            self.waiting[peer] = self.waiting.get(peer, 0) + frames
+
+    def run(self, handle: Callable[[Piece], None]) -> None:
+        """Sends everything, hands each arriving frame to `handle`, returns when all is sent and received."""
+        channel, ticket, waiting = self.channel, self.ticket, self.waiting
+        while True:
+            sent = self._send_some()
+            unsent = bool(self._queued or self._making)
+            if not waiting and not unsent:
+                break
+            piece = channel.receive(ticket, waiting, () if sent else self._unsent(), block=not sent)
+            while piece is not None:
+                self._count(piece)
+                handle(piece)
+                piece = channel.receive(ticket, waiting, block=False) if waiting else None
+        if self._borrowed:
+            channel.flush(ticket, self.others())
+
+    def _send_some(self) -> bool:
+        """At most one parcel a peer, so that arrivals are looked at between encodes."""
+        sent = False
+        if not (self._queued or self._making):
+            return sent
+        channel = self.channel
+        can_send = channel.transport.can_send
+        for peer in self.others():
+            if self._ready[peer]:
+                if can_send(peer):
+                    parcel = self._ready[peer].popleft()
+                    self._queued -= 1
+                    channel.send(self.ticket, peer, *parcel)
+                    sent = True
+            elif peer in self._making and can_send(peer):
+                made = next(self._making[peer], None)
+                if made is None:
+                    del self._making[peer]
+                else:
+                    self._borrowed |= made.borrow
+                    channel.send(self.ticket, peer, *made)
+                sent = True
+        return sent
+
+    def _unsent(self) -> list[int]:
+        return [peer for peer in self.others() if self._ready[peer] or peer in self._making]
+
+    def _count(self, piece: Piece) -> None:
+        due = self.waiting.get(piece.peer, 0)
+        if due <= 0:
+            raise self.broken(piece, "was not due")
+        if due == 1:
+            del self.waiting[piece.peer]
+        else:
+            self.waiting[piece.peer] = due - 1
+
+    def broken(self, piece: Piece, what: str) -> WireFormatError:
+        """The error for a frame that passed its checksum and does not fit the plan."""
+        self.channel.stats.frames_corrupt += 1
+        ticket = self.ticket
+        return WireFormatError(
+            f"{ticket.op} #{ticket.sequence} on rank {self.rank}: frame (phase {piece.phase}, chunk {piece.chunk}) of "
+            f"rank {piece.peer} {what}",
+            rank=self.rank,
+            peer=piece.peer,
+            op=ticket.op,
+            sequence=ticket.sequence,
+        )

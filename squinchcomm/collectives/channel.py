@@ -1,0 +1,276 @@
+"""Checked frames over a transport: order, checksums, signatures, deadlines, and failures told to all peers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from squinchcomm.collectives import wire
+from squinchcomm.collectives.wire import Signature
+from squinchcomm.errors import CollectiveTimeout, CommunicatorAborted, MismatchError, PeerLost, SquinchError, WireFormatError
+from squinchcomm.stats import Stats
+from squinchcomm.transport.base import Frame, Transport
+
+log = logging.getLogger("squinchcomm")
+
+_WAIT_SLICE_S = 0.25
+_KINDS = {
+    "PeerLost": PeerLost,
+    "CollectiveTimeout": CollectiveTimeout,
+    "CommunicatorAborted": CommunicatorAborted,
+    "MismatchError": MismatchError,
+    "WireFormatError": WireFormatError,
+}
+_ERROR_SIGNATURE = Signature("barrier", kind=wire.ERROR)
+_MAX_NOTE_CHARS = 2000
+
+
+class FailureNote(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What a failing rank tells the others, as msgpack in the payload of an error frame."""
+
+    kind: str
+    message: str
+    peer: int | None
+    op: str | None
+    sequence: int | None
+
+
+class Piece:
+    """One checked frame of the collective in progress. Call `release` when `payload` has been used."""
+
+    __slots__ = ("chunk", "payload", "peer", "phase", "release")
+
+    def __init__(self, frame: Frame, payload: np.ndarray) -> None:
+        self.peer = frame.peer
+        self.phase, self.chunk = wire.frame_part(frame.header)
+        self.payload = payload
+        self.release = frame.release
+
+
+class Ticket:
+    """Identity and deadline of one call.
+
+    Attributes:
+        op: Name for messages.
+        sequence: Number of the call in its communicator.
+        head: Bytes 0..39 of all its frames.
+        deadline: `time.monotonic()` at which it fails.
+        timeout_s: What the deadline was made from.
+    """
+
+    __slots__ = ("deadline", "head", "op", "sequence", "signature", "timeout_s")
+
+    def __init__(self, signature: Signature, epoch: int, sequence: int, timeout_s: float) -> None:
+        self.op = signature.op
+        self.signature = signature
+        self.sequence = sequence
+        self.head = signature.pack(epoch, sequence)
+        self.timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s
+
+
+class Channel:
+    """The frames of one communicator's collectives, in call order.
+
+    Used by one thread at a time, except `abort`. A failure breaks the channel: ranks no longer agree on what comes next.
+    """
+
+    def __init__(self, transport: Transport, epoch: int, stats: Stats) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self.epoch = epoch
+        self.stats = stats
+        self.abort_reason: str | None = None
+        self.failure: SquinchError | None = None
+        self._sent = [0] * self.world_size
+        self._received = [0] * self.world_size
+        # Frames of calls that this rank has not reached yet, held unreleased: the window bounds them.
+        self._early: dict[int, deque[tuple[Frame, np.ndarray]]] = {}
+
+    def send(self, ticket: Ticket, peer: int, phase: int, chunk: int, payload: Any, nbytes: int, borrow: bool) -> None:
+        """Queues one frame; the caller has seen that `transport.can_send(peer)`."""
+        header = wire.frame_header(ticket.head, self._sent[peer], phase, chunk, payload, nbytes)
+        self._sent[peer] += 1
+        self.transport.send(peer, header, payload, borrow=borrow)
+        self.stats.sent_wire_bytes += nbytes + wire.HEADER_BYTES
+
+    def receive(
+        self, ticket: Ticket, waiting: dict[int, int], unsent: Collection[int] = (), *, block: bool
+    ) -> Piece | None:
+        """The next frame of this call from any peer.
+
+        Args:
+            ticket: The call in progress.
+            waiting: Frames still due, by peer.
+            unsent: Peers whose window is full. Peers of both kinds are named after a timeout, and their loss is an error.
+            block: Wait for it; returns None when the transport wants its caller to look again, and at once if not blocking.
+
+        Raises:
+            SquinchError: of the kind that fits; the caller passes it to `fail`.
+        """
+        for peer in self._early:
+            if waiting.get(peer):
+                return self._judge(ticket, waiting, *self._pop_early(peer))
+        frame = self.transport.recv(0)
+        if frame is None:
+            if not block:
+                return None
+            started = time.monotonic()
+            frame = self.transport.recv(max(0.0, min(_WAIT_SLICE_S, ticket.deadline - started)))
+            self.stats.wait_s += time.monotonic() - started
+            if frame is None:
+                self._check_wait(ticket, {*waiting, *unsent})
+                return None
+        payload = self._admit(ticket, frame)
+        if frame.peer in self._early:
+            self._early[frame.peer].append((frame, payload))
+            return None
+        return self._judge(ticket, waiting, frame, payload)
+
+    def flush(self, ticket: Ticket, peers: Collection[int]) -> None:
+        """Waits until all borrowed payloads are the caller's again."""
+        while not self.transport.flush(0.1):
+            frame = self.transport.recv(0)
+            if frame is not None:
+                self._early.setdefault(frame.peer, deque()).append((frame, self._admit(ticket, frame)))
+            self._check_wait(ticket, peers)
+
+    def _pop_early(self, peer: int) -> tuple[Frame, np.ndarray]:
+        early = self._early[peer]
+        first = early.popleft()
+        if not early:
+            del self._early[peer]
+        return first
+
+    def _admit(self, ticket: Ticket, frame: Frame) -> np.ndarray:
+        peer = frame.peer
+        payload = np.frombuffer(frame.payload, np.uint8)
+        fault = wire.check_frame(frame.header, payload, self._received[peer])
+        if fault is not None:
+            self.stats.frames_corrupt += 1
+            raise self._error(WireFormatError, f"a frame from rank {peer} is damaged: {fault}", ticket, peer)
+        self._received[peer] += 1
+        self.stats.received_wire_bytes += payload.size + wire.HEADER_BYTES
+        return payload
+
+    def _judge(self, ticket: Ticket, waiting: dict[int, int], frame: Frame, payload: np.ndarray) -> Piece | None:
+        head = frame.header[: wire.SIGNATURE_BYTES]
+        if head == ticket.head:
+            return Piece(frame, payload)
+        peer = frame.peer
+        theirs = wire.read_header(head)
+        if theirs.magic != wire.MAGIC or theirs.version != wire.WIRE_VERSION:
+            what = f"wire version {theirs.version}" if theirs.magic == wire.MAGIC else f"magic {theirs.magic!r}"
+            raise self._error(MismatchError, f"rank {peer} sent {what}; this is version {wire.WIRE_VERSION}", ticket, peer)
+        if theirs.epoch != self.epoch:
+            self.stats.frames_corrupt += 1
+            raise self._error(
+                WireFormatError, f"rank {peer} sent a frame of epoch {theirs.epoch:08x}, not {self.epoch:08x}", ticket, peer
+            )
+        if theirs.kind == wire.ERROR:
+            raise self._told(ticket, peer, payload)
+        if theirs.sequence > ticket.sequence and not waiting.get(peer):
+            self._early.setdefault(peer, deque()).appendleft((frame, payload))
+            return None
+        mine = wire.read_header(ticket.head)
+        raise self._error(
+            MismatchError,
+            f"ranks made different calls: rank {self.rank} {mine.describe(_codec_name)}; rank {peer} {theirs.describe(_codec_name)}",
+            ticket,
+            peer,
+        )
+
+    def _told(self, ticket: Ticket, peer: int, payload: np.ndarray) -> SquinchError:
+        try:
+            note = msgspec.msgpack.decode(payload.tobytes(), type=FailureNote)
+            kind = _KINDS[note.kind]
+        except (msgspec.MsgspecError, KeyError) as error:
+            return self._error(WireFormatError, f"rank {peer} sent an unreadable error report: {error}", ticket, peer)
+        culprit = note.peer if note.peer is not None and note.peer != self.rank else peer
+        return kind(
+            f"{note.message[:_MAX_NOTE_CHARS]} [reported by rank {peer}]",
+            rank=self.rank,
+            peer=culprit,
+            op=note.op,
+            sequence=note.sequence,
+        )
+
+    def _check_wait(self, ticket: Ticket, peers: Collection[int]) -> None:
+        if self.abort_reason is not None:
+            raise self._error(CommunicatorAborted, f"aborted: {self.abort_reason}", ticket)
+        lost = self.transport.lost
+        for peer in lost:
+            if peer in peers:
+                raise self._error(PeerLost, f"rank {peer} was lost: {lost[peer]}", ticket, peer)
+        if time.monotonic() >= ticket.deadline:
+            names = ", ".join(map(str, sorted(peers)))
+            raise self._error(
+                CollectiveTimeout,
+                f"no end after {ticket.timeout_s:g} s; still waiting for rank {names}: look at what it is doing "
+                "(did it make this call?), or raise timeout_s",
+                ticket,
+                min(peers, default=None),
+            )
+
+    def check_usable(self, ticket: Ticket) -> None:
+        """Raises what an earlier failure, abort or loss means for a new call."""
+        if self.failure is not None:
+            raise self._error(
+                CommunicatorAborted,
+                f"not started: the communicator failed before ({type(self.failure).__name__}: {self.failure}); make a new one",
+                ticket,
+                self.failure.peer,
+            )
+        if self.abort_reason is not None:
+            raise self._error(CommunicatorAborted, f"not started: aborted: {self.abort_reason}", ticket)
+
+    def fail(self, error: SquinchError) -> None:
+        """Marks the channel broken and tells all peers that can still hear it."""
+        if self.failure is not None:
+            return
+        self.failure = error
+        self.stats.failures += 1
+        kind = type(error).__name__
+        note = FailureNote(
+            kind if kind in _KINDS else "CommunicatorAborted", str(error)[:_MAX_NOTE_CHARS], error.peer, error.op, error.sequence
+        )
+        payload = msgspec.msgpack.encode(note)
+        ticket = Ticket(_ERROR_SIGNATURE, self.epoch, error.sequence or 0, 0.0)
+        for peer in range(self.world_size):
+            if peer != self.rank and peer not in self.transport.lost and self.transport.can_send(peer):
+                self.send(ticket, peer, 0, 0, payload, len(payload), False)
+        self._early.clear()
+        log.warning("rank %d: %s: %s", self.rank, kind, error)
+
+    def abort(self, reason: str) -> None:
+        """Makes the call in progress, and all later ones, raise CommunicatorAborted. Any thread; idempotent."""
+        if self.abort_reason is None:
+            self.abort_reason = reason
+        self.transport.wake()
+
+    def _error(self, kind: type[SquinchError], message: str, ticket: Ticket, peer: int | None = None) -> SquinchError:
+        return kind(
+            f"{ticket.op} #{ticket.sequence} on rank {self.rank}: {message}",
+            rank=self.rank,
+            peer=peer,
+            op=ticket.op,
+            sequence=ticket.sequence,
+        )
+
+
+def _codec_name(wire_id: int) -> str:
+    from squinchcomm.kernels import codec_by_wire_id
+
+    try:
+        return codec_by_wire_id(wire_id).name
+    except KeyError:
+        return f"number {wire_id}"
+
+

@@ -1,0 +1,117 @@
+"""How one collective puts elements on the wire: as they are, or through a codec.
+
+Both coders have the same four steps, each over one chunk: `outgoing` makes the payload of a contribution, `combine` sums the
+contributions of all ranks and makes the payload of the result, `combine_into` sums them into an array, and `incoming` writes a payload to an array.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from squinchcomm.collectives.reduction import reduce_arrays
+from squinchcomm.kernels.codec import Codec
+from squinchcomm.stats import Stats
+
+_MASK = (1 << 64) - 1
+
+
+class PlainCoder:
+    """Elements travel as they are; payloads are views of the caller's arrays."""
+
+    borrow = True
+    tile = 1
+
+    def __init__(self, dtype: np.dtype, op: str, world_size: int, stats: Stats) -> None:
+        self.dtype = dtype
+        self.op = op
+        self.world_size = world_size
+        self.stats = stats
+
+    def nbytes(self, count: int) -> int:
+        """Payload bytes of `count` elements."""
+        return count * self.dtype.itemsize
+
+    def outgoing(self, values: np.ndarray, key: int) -> np.ndarray:
+        """The payload for `values`."""
+        return values.view(np.uint8)
+
+    def combine(self, inputs: Sequence[Any], own: np.ndarray, key: int) -> np.ndarray:
+        """Sums payloads (`own` among them, as an array) into `own` and returns the payload of the sum."""
+        self.combine_into(inputs, own)
+        return own.view(np.uint8)
+
+    def combine_into(self, inputs: Sequence[Any], out: np.ndarray) -> None:
+        """Sums payloads and arrays in their order into `out`."""
+        started = time.perf_counter()
+        reduce_arrays([piece.view(self.dtype) for piece in inputs], out, self.op, self.world_size)
+        self.stats.decode_s += time.perf_counter() - started
+
+    def incoming(self, payload: np.ndarray, out: np.ndarray) -> None:
+        """Writes a payload's elements to `out`."""
+        out.view(np.uint8)[:] = payload
+
+    def settle(self, payload: np.ndarray, own: np.ndarray) -> None:
+        """Makes `own` equal to what the peers take from `payload`: it is already."""
+
+
+class CodecCoder:
+    """Elements travel encoded, in buffers made for each chunk and given to the transport."""
+
+    borrow = False
+
+    def __init__(self, codec: Codec, dtype: np.dtype, op: str, world_size: int, seed: int, stats: Stats) -> None:
+        self.codec = codec
+        self.tile = codec.tile_size
+        self.dtype = dtype
+        self.scale = 1.0 / world_size if op == "avg" else 1.0
+        self.seed = seed
+        self.stats = stats
+
+    def nbytes(self, count: int) -> int:
+        """Payload bytes of `count` elements."""
+        return self.codec.encoded_nbytes(count, self.dtype)
+
+    def outgoing(self, values: np.ndarray, key: int) -> np.ndarray:
+        """The payload for `values`. `key` numbers the encodings of one collective; with the seed it fixes the random numbers."""
+        started = time.perf_counter()
+        payload = self.codec.encode(values, seed=mix(self.seed, key))
+        self.stats.encode_s += time.perf_counter() - started
+        return payload
+
+    def combine(self, inputs: Sequence[Any], own: np.ndarray, key: int) -> np.ndarray:
+        """Sums encoded payloads and the exact `own` array and returns the payload of the sum; `own` is left alone."""
+        started = time.perf_counter()
+        payload = self.codec.reduce_encode(inputs, own.size, scale=self.scale, seed=mix(self.seed, key))
+        self.stats.encode_s += time.perf_counter() - started
+        return payload
+
+    def combine_into(self, inputs: Sequence[Any], out: np.ndarray) -> None:
+        """Sums payloads and arrays in their order into `out`."""
+        started = time.perf_counter()
+        self.codec.reduce(inputs, out, scale=self.scale)
+        self.stats.decode_s += time.perf_counter() - started
+
+    def incoming(self, payload: np.ndarray, out: np.ndarray) -> None:
+        """Decodes a payload into `out`."""
+        started = time.perf_counter()
+        self.codec.decode(payload, out.size, out)
+        self.stats.decode_s += time.perf_counter() - started
+
+    def settle(self, payload: np.ndarray, own: np.ndarray) -> None:
+        """Makes `own` equal to what the peers take from `payload`."""
+        self.incoming(payload, own)
+
+
+Coder = PlainCoder | CodecCoder
+
+
+def mix(seed: int, key: int) -> int:
+    """A 64-bit key for the codec's random numbers: SplitMix64 of `seed + key` (Steele, Lea and Flood, 2014)."""
+    z = (seed + key * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

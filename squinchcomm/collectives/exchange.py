@@ -1,0 +1,187 @@
+"""Pairwise exchange: the pipelined algorithm behind allreduce, reduce_scatter, reduce and all_gather.
+
+Rank r owns shard r. For n ranks and S bytes of array each rank sends 2 (n-1)/n S for an allreduce, in two phases that overlap chunk by
+chunk:
+
+1. SCATTER: each rank sends its part of shard p to rank p, for all p.
+2. Rank r, once it has chunk c of its shard from everybody, sums it in rank order (its own part exact).
+3. GATHER: it sends the sum to everybody.
+4. Everybody, the owner included, takes the sum from those bytes: all ranks hold the same bits.
+
+With a lossy codec a value is quantised twice whatever the number of ranks; a ring would quantise at every hop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from squinchcomm.collectives.call import Call, Parcel
+from squinchcomm.collectives.channel import Piece
+from squinchcomm.collectives.coder import Coder
+from squinchcomm.collectives.plan import Plan
+
+SCATTER, GATHER, DIRECT = 0, 1, 2
+
+# Arrays up to this size are sent whole to everybody and summed by everybody, if no more than DIRECT_RANKS take part: one step
+# instead of two.
+DIRECT_BYTES = 16 << 10
+DIRECT_RANKS = 8
+
+
+class Exchange:
+    """One pairwise exchange over `whole`, an array cut by `plan`. See the module's text for the steps."""
+
+    def __init__(self, call: Call, coder: Coder, plan: Plan, whole: np.ndarray) -> None:
+        self.call = call
+        self.coder = coder
+        self.plan = plan
+        self.whole = whole
+        self._held: dict[int, dict[int, Piece]] = {}
+        self._result: np.ndarray | None = None
+        self._gather_to: list[int] = []
+
+    def allreduce(self) -> None:
+        """`whole` becomes the reduction over all ranks."""
+        self._gather_to = self.call.others()
+        self._expect_gather(range(self.call.world_size))
+        self._scatter()
+
+    def reduce(self, root: int) -> None:
+        """As `allreduce` on `root`; other ranks' arrays stay as they are, but for their own shard, which is given back."""
+        rank = self.call.rank
+        start, stop = self.plan.bounds[rank], self.plan.bounds[rank + 1]
+        if rank == root:
+            self._expect_gather(range(self.call.world_size))
+            self._scatter()
+        else:
+            self._gather_to = [root]
+            kept = self.whole[start:stop].copy()
+            self._scatter()
+            self.whole[start:stop] = kept
+
+    def reduce_scatter(self, output: np.ndarray) -> None:
+        """`output` becomes this rank's shard of the reduction; `whole` is only read."""
+        self._result = output
+        self._scatter()
+
+    def all_gather(self, own: np.ndarray) -> None:
+        """`whole` becomes the concatenation of all ranks' `own` arrays; equal shards are cut into equal chunks."""
+        others = self.call.others()
+        self._expect_gather(range(self.call.world_size))
+        if others:
+            self.call.make(others[0], self._own_chunks(own, others[1:]))
+        else:
+            for _ in self._own_chunks(own, []):
+                pass
+        self.call.run(self._handle)
+
+    def _own_chunks(self, own: np.ndarray, rest: list[int]) -> Iterator[Parcel]:
+        """Yields what goes to one peer and posts the same to the others: each chunk is encoded once."""
+        plan, rank = self.plan, self.call.rank
+        base = plan.bounds[rank]
+        for chunk in range(plan.chunks(rank)):
+            start, stop = plan.span(rank, chunk)
+            payload = self.coder.outgoing(own[start - base : stop - base], self._key(GATHER, chunk))
+            self.coder.incoming(payload, self.whole[start:stop])
+            parcel = Parcel(GATHER, chunk, payload, payload.size, self.coder.borrow)
+            for peer in rest:
+                self.call.post(peer, parcel)
+            yield parcel
+
+    def _expect_gather(self, owners: range) -> None:
+        for peer in owners:
+            if peer != self.call.rank:
+                self.call.expect(peer, self.plan.chunks(peer))
+
+    def _scatter(self) -> None:
+        call = self.call
+        chunks = self.plan.chunks(call.rank)
+        for peer in call.others():
+            call.make(peer, self._contributions(peer))
+            call.expect(peer, chunks)
+        if call.world_size == 1:
+            for chunk in range(chunks):
+                self._combine(chunk, {})
+        call.run(self._handle)
+
+    def _contributions(self, peer: int) -> Iterator[Parcel]:
+        coder = self.coder
+        for chunk in range(self.plan.chunks(peer)):
+            start, stop = self.plan.span(peer, chunk)
+            payload = coder.outgoing(self.whole[start:stop], self._key(SCATTER, chunk, peer))
+            yield Parcel(SCATTER, chunk, payload, payload.size, coder.borrow)
+
+    def _key(self, phase: int, chunk: int, peer: int = 0) -> int:
+        """Numbers the encodings of all ranks in this collective."""
+        ranks = self.call.world_size
+        return ((chunk * 2 + phase) * ranks + peer) * ranks + self.call.rank
+
+    def _handle(self, piece: Piece) -> None:
+        if piece.phase == SCATTER:
+            self._hold(piece)
+        elif piece.phase == GATHER:
+            start, stop = self._span(piece, piece.peer)
+            self.coder.incoming(piece.payload, self.whole[start:stop])
+            piece.release()
+        else:
+            raise self.call.broken(piece, "has an unknown phase")
+
+    def _hold(self, piece: Piece) -> None:
+        self._span(piece, self.call.rank)
+        row = self._held.setdefault(piece.chunk, {})
+        if piece.peer in row:
+            raise self.call.broken(piece, "came twice")
+        row[piece.peer] = piece
+        if len(row) == self.call.world_size - 1:
+            del self._held[piece.chunk]
+            self._combine(piece.chunk, row)
+
+    def _combine(self, chunk: int, row: dict[int, Piece]) -> None:
+        call, coder = self.call, self.coder
+        start, stop = self.plan.span(call.rank, chunk)
+        own = self.whole[start:stop]
+        inputs = [own if rank == call.rank else row[rank].payload for rank in range(call.world_size)]
+        if self._result is not None:
+            base = self.plan.bounds[call.rank]
+            coder.combine_into(inputs, self._result[start - base : stop - base])
+        else:
+            payload = coder.combine(inputs, own, self._key(GATHER, chunk))
+            parcel = Parcel(GATHER, chunk, payload, payload.size, coder.borrow)
+            for peer in self._gather_to:
+                call.post(peer, parcel)
+            coder.settle(payload, own)
+        for piece in row.values():
+            piece.release()
+
+    def _span(self, piece: Piece, shard: int) -> tuple[int, int]:
+        if piece.chunk >= self.plan.chunks(shard):
+            raise self.call.broken(piece, f"lies outside the {self.plan.chunks(shard)} chunks of shard {shard}")
+        start, stop = self.plan.span(shard, piece.chunk)
+        due = self.coder.nbytes(stop - start)
+        if piece.payload.size != due:
+            raise self.call.broken(piece, f"has {piece.payload.size} bytes where {due} were due")
+        return start, stop
+
+
+def direct_allreduce(call: Call, coder: Coder, array: np.ndarray) -> None:
+    """Everybody sends its whole array to everybody and sums all in rank order: n - 1 times the bytes, one step."""
+    payload = array.tobytes()
+    parts: list[np.ndarray | None] = [None] * call.world_size
+    parts[call.rank] = np.frombuffer(payload, np.uint8)
+    for peer in call.others():
+        call.post(peer, Parcel(DIRECT, 0, payload, len(payload)))
+        call.expect(peer, 1)
+
+    def keep(piece: Piece) -> None:
+        if piece.phase != DIRECT or piece.payload.size != len(payload):
+            raise call.broken(piece, f"has {piece.payload.size} bytes where {len(payload)} were due")
+        parts[piece.peer] = piece.payload
+        held.append(piece)
+
+    held: list[Piece] = []
+    call.run(keep)
+    coder.combine_into(parts, array)
+    for piece in held:
+        piece.release()

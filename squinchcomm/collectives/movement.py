@@ -1,0 +1,177 @@
+"""Collectives that move data and compute nothing: barrier, broadcast, gather, scatter, all_to_all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from squinchcomm.collectives.call import Call, Parcel
+from squinchcomm.collectives.channel import Piece
+from squinchcomm.collectives.plan import MAX_CHUNK_BYTES, Plan
+
+MOVE, FORWARD = 0, 1
+
+# Larger broadcasts are scattered and passed on, so that the root sends the array once and not n - 1 times.
+RELAY_BYTES = 64 << 10
+
+
+class Movement:
+    """Byte ranges that go out to and come in from peers in chunks of one size."""
+
+    def __init__(self, call: Call, chunk_bytes: int = 0) -> None:
+        self.call = call
+        self.chunk = chunk_bytes or MAX_CHUNK_BYTES
+        self._into: dict[int, np.ndarray] = {}
+        self._seen: set[tuple[int, int]] = set()
+
+    def outgoing(self, peer: int, data: np.ndarray) -> None:
+        """Sends `data`, uint8, to `peer`; to this rank itself it is `incoming` that copies."""
+        if data.size:
+            self.call.make(peer, self._parcels(data))
+
+    def incoming(self, peer: int, out: np.ndarray) -> None:
+        """Expects as many bytes as `out`, uint8, has from `peer`."""
+        self._into[peer] = out
+        self.call.expect(peer, -(-out.size // self.chunk))
+
+    def run(self) -> None:
+        """Moves everything."""
+        self.call.run(self._place)
+
+    def _parcels(self, data: np.ndarray) -> Iterator[Parcel]:
+        for chunk, start in enumerate(range(0, data.size, self.chunk)):
+            part = data[start : start + self.chunk]
+            yield Parcel(MOVE, chunk, part, part.size, True)
+
+    def _place(self, piece: Piece) -> None:
+        out = self._into[piece.peer]
+        start = piece.chunk * self.chunk
+        due = min(self.chunk, out.size - start)
+        if piece.phase != MOVE or due <= 0 or piece.payload.size != due or (piece.peer, piece.chunk) in self._seen:
+            raise self.call.broken(piece, f"of {piece.payload.size} bytes does not fit the plan")
+        self._seen.add((piece.peer, piece.chunk))
+        out[start : start + due] = piece.payload
+        piece.release()
+
+
+def barrier(call: Call) -> None:
+    """Returns when all ranks have called it: dissemination in ceil(log2 n) rounds (Hensgen, Finkel and Manber, 1988)."""
+    ranks, rank = call.world_size, call.rank
+    distances = [1 << step for step in range((ranks - 1).bit_length())]
+    sources = [(rank - distance) % ranks for distance in distances]
+    arrived: set[int] = set()
+    step = 0
+
+    def advance() -> None:
+        nonlocal step
+        while step < len(distances) and (step == 0 or sources[step - 1] in arrived):
+            call.post((rank + distances[step]) % ranks, Parcel(MOVE, 0, b"", 0))
+            step += 1
+
+    def note(piece: Piece) -> None:
+        arrived.add(piece.peer)
+        piece.release()
+        advance()
+
+    for source in sources:
+        call.expect(source, 1)
+    advance()
+    call.run(note)
+
+
+def broadcast(call: Call, data: np.ndarray, root: int, chunk_bytes: int = 0) -> None:
+    """`data`, uint8, of `root` is copied to all ranks' `data`."""
+    if call.world_size > 2 and data.size > RELAY_BYTES:
+        _relayed_broadcast(call, data, root, chunk_bytes)
+        return
+    movement = Movement(call, chunk_bytes)
+    if call.rank == root:
+        for peer in call.others():
+            movement.outgoing(peer, data)
+    else:
+        movement.incoming(root, data)
+    movement.run()
+
+
+def _relayed_broadcast(call: Call, data: np.ndarray, root: int, chunk_bytes: int) -> None:
+    """The root sends each other rank a shard, chunk by chunk, which that rank passes on to the rest as it comes."""
+    relays = [rank for rank in range(call.world_size) if rank != root]
+    plan = Plan.even(data.size, len(relays), 1, 1, chunk_bytes)
+
+    def parcels(shard: int) -> Iterator[Parcel]:
+        for chunk in range(plan.chunks(shard)):
+            start, stop = plan.span(shard, chunk)
+            yield Parcel(MOVE, chunk, data[start:stop], stop - start, True)
+
+    seen: set[tuple[int, int]] = set()
+
+    def place(piece: Piece) -> None:
+        shard = relays.index(call.rank if piece.peer == root else piece.peer)
+        phase = MOVE if piece.peer == root else FORWARD
+        if piece.phase != phase or piece.chunk >= plan.chunks(shard) or (shard, piece.chunk) in seen:
+            raise call.broken(piece, "does not fit the plan")
+        start, stop = plan.span(shard, piece.chunk)
+        if piece.payload.size != stop - start:
+            raise call.broken(piece, f"has {piece.payload.size} bytes where {stop - start} were due")
+        seen.add((shard, piece.chunk))
+        data[start:stop] = piece.payload
+        piece.release()
+        if phase == MOVE:
+            for peer in call.others():
+                if peer != root:
+                    call.post(peer, Parcel(FORWARD, piece.chunk, data[start:stop], stop - start, True))
+
+    if call.rank == root:
+        for shard, peer in enumerate(relays):
+            call.make(peer, parcels(shard))
+    else:
+        for shard, owner in enumerate(relays):
+            call.expect(root if owner == call.rank else owner, plan.chunks(shard))
+    call.run(place)
+
+
+def gather(call: Call, own: np.ndarray, output: np.ndarray | None, root: int, chunk_bytes: int = 0) -> None:
+    """Concatenates all ranks' `own`, uint8 of one size, into `output` on `root`."""
+    movement = Movement(call, chunk_bytes)
+    if call.rank == root:
+        assert output is not None
+        rows = output.reshape(call.world_size, own.size)
+        rows[root] = own
+        for peer in call.others():
+            movement.incoming(peer, rows[peer])
+    else:
+        movement.outgoing(root, own)
+    movement.run()
+
+
+def scatter(call: Call, output: np.ndarray, source: np.ndarray | None, root: int, chunk_bytes: int = 0) -> None:
+    """Gives each rank its row of `source`, uint8, on `root`, in `output`."""
+    movement = Movement(call, chunk_bytes)
+    if call.rank == root:
+        assert source is not None
+        rows = source.reshape(call.world_size, output.size)
+        for peer in call.others():
+            movement.outgoing(peer, rows[peer])
+        output[:] = rows[root]
+    else:
+        movement.incoming(root, output)
+    movement.run()
+
+
+def all_to_all(
+    call: Call,
+    output: np.ndarray,
+    source: np.ndarray,
+    output_bounds: Sequence[int],
+    source_bounds: Sequence[int],
+    chunk_bytes: int = 0,
+) -> None:
+    """Part p of `source` goes to rank p; part p of `output` comes from rank p. Bounds are byte offsets, world_size + 1 each."""
+    movement = Movement(call, chunk_bytes)
+    rank = call.rank
+    for peer in call.others():
+        movement.outgoing(peer, source[source_bounds[peer] : source_bounds[peer + 1]])
+        movement.incoming(peer, output[output_bounds[peer] : output_bounds[peer + 1]])
+    output[output_bounds[rank] : output_bounds[rank + 1]] = source[source_bounds[rank] : source_bounds[rank + 1]]
+    movement.run()

@@ -1,0 +1,320 @@
+"""Point-to-point messages: announced first, sent when the receiver has asked, so that nothing unexpected is ever stored.
+
+1. The sender announces (tag, dtype, count) with a number; a message of up to `INLINE_BYTES` travels in the announcement.
+2. The receiver matches announcements with its posted receives, in order for each (source, tag), and answers "clear"
+   (send it) or "refuse" (dtype or count differ: both sides raise MismatchError).
+3. The sender sends the data in chunks, numbered like the announcement.
+
+A thread of its own makes progress while calls are pending, independent of the collectives.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from squinchcomm.collectives import wire
+from squinchcomm.collectives.plan import MAX_CHUNK_BYTES
+from squinchcomm.collectives.wire import Signature
+from squinchcomm.errors import (
+    CollectiveTimeout,
+    CommunicatorAborted,
+    MismatchError,
+    PeerLost,
+    SquinchError,
+    WireFormatError,
+)
+from squinchcomm.kernels.dtypes import dtype_name
+from squinchcomm.stats import Stats
+from squinchcomm.transport.base import Frame, Transport
+from squinchcomm.work import Work
+
+INLINE_BYTES = 4 << 10
+_SLICE_S = 0.25
+
+
+class Announcement(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """First frame of a message; `data` holds small messages whole."""
+
+    number: int
+    tag: int
+    dtype: int
+    count: int
+    data: bytes | None
+
+
+class Answer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Receiver's answer: go on, or, with a reason, do not."""
+
+    number: int
+    refusal: str | None
+
+
+@dataclass(slots=True)
+class Message:
+    """One send or receive in progress."""
+
+    work: Work
+    data: np.ndarray  # uint8
+    dtype: np.dtype
+    count: int
+    tag: int
+    peer: int | None  # None: any source
+    deadline: float
+    timeout_s: float
+    number: int = -1
+    moved: int = 0  # bytes sent or received
+    ready: bool = False  # the other side is
+    outgoing: bool = False
+    arrived: Callable[[], None] | None = None
+
+
+class PointToPoint:
+    """All sends and receives of one communicator. Calls may come from any thread."""
+
+    def __init__(self, transport: Transport, epoch: int, stats: Stats) -> None:
+        self._transport = transport
+        self._stats = stats
+        self._heads = {kind: Signature("send", kind=kind).pack(epoch, 0) for kind in range(5)}
+        self._lock = threading.Condition()
+        self._posted: list[Message] = []
+        self._sending: dict[tuple[int, int], Message] = {}
+        self._receiving: dict[tuple[int, int], Message] = {}
+        self._wanted: list[Message] = []
+        self._announced: list[tuple[int, Announcement]] = []
+        self._control: dict[int, deque[tuple[int, bytes]]] = {}
+        self._next_number = 0
+        self._indices = {"out": [0] * transport.world_size, "in": [0] * transport.world_size}
+        self._thread: threading.Thread | None = None
+        self._stop: SquinchError | None = None
+
+    def post(self, message: Message) -> None:
+        """Starts a message; its Work finishes when its array may be used again."""
+        with self._lock:
+            if self._stop is not None:
+                raise type(self._stop)(str(self._stop), rank=self._transport.rank, op=message.work.op)
+            self._posted.append(message)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="squinchcomm-p2p", daemon=True)
+                self._thread.start()
+            self._lock.notify_all()
+        self._transport.wake()
+
+    def stop(self, reason: SquinchError) -> None:
+        """Ends everything pending with `reason`. Any thread; idempotent."""
+        with self._lock:
+            self._stop = self._stop or reason
+            self._lock.notify_all()
+        self._transport.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+
+    def _pending(self) -> list[Message]:
+        return [*self._sending.values(), *self._receiving.values(), *self._wanted]
+
+    def _loop(self) -> None:
+        while True:
+            with self._lock:
+                while not (self._posted or self._stop or self._sending or self._receiving or self._wanted):
+                    self._lock.wait()
+                posted, self._posted = self._posted, []
+                stop = self._stop
+            for message in posted:
+                self._start(message)
+            if stop is not None:
+                self._end_all(stop)
+                return
+            try:
+                self._progress()
+            except SquinchError as error:
+                with self._lock:
+                    self._stop = self._stop or error
+            except Exception as error:  # a fault of ours must not leave callers waiting
+                with self._lock:
+                    self._stop = self._stop or CommunicatorAborted(f"point-to-point failed: {error!r}", rank=self._transport.rank)
+
+    def _start(self, message: Message) -> None:
+        if not message.outgoing:
+            self._wanted.append(message)
+            self._match()
+            return
+        assert message.peer is not None
+        message.number = self._next_number
+        self._next_number += 1
+        inline = message.data.tobytes() if message.data.size <= INLINE_BYTES else None
+        note = Announcement(message.number, message.tag, wire.DTYPE_CODES[message.dtype], message.count, inline)
+        self._tell(message.peer, wire.ANNOUNCE, note)
+        self._sending[message.peer, message.number] = message
+
+    def _progress(self) -> None:
+        sent = self._send_some()
+        frame = self._transport.recv(0 if sent else self._patience())
+        while frame is not None:
+            self._take(frame)
+            frame = self._transport.recv(0)
+        self._check_peers_and_deadlines()
+
+    def _patience(self) -> float:
+        nearest = min((message.deadline for message in self._pending()), default=time.monotonic())
+        return max(0.0, min(_SLICE_S, nearest - time.monotonic()))
+
+    def _tell(self, peer: int, kind: int, note: Announcement | Answer) -> None:
+        self._control.setdefault(peer, deque()).append((kind, msgspec.msgpack.encode(note)))
+
+    def _send_some(self) -> bool:
+        sent = False
+        for peer, queue in list(self._control.items()):
+            while queue and self._transport.can_send(peer):
+                kind, payload = queue.popleft()
+                self._send(peer, kind, 0, payload, len(payload))
+                sent = True
+            if not queue:
+                del self._control[peer]
+        for (peer, number), message in list(self._sending.items()):
+            if message.ready and message.moved < message.data.size and self._transport.can_send(peer):
+                chunk = message.data[message.moved : message.moved + MAX_CHUNK_BYTES]
+                self._send(peer, wire.DATA, number, chunk, chunk.size, borrow=True)
+                message.moved += chunk.size
+                sent = True
+            elif message.ready and message.moved == message.data.size and self._transport.flush(0):
+                self._finish(self._sending, (peer, number))
+                sent = True
+        return sent
+
+    def _send(self, peer: int, kind: int, number: int, payload: bytes | np.ndarray, nbytes: int, borrow: bool = False) -> None:
+        out = self._indices["out"]
+        header = wire.frame_header(self._heads[kind], out[peer], 0, number % wire.MAX_CHUNK, payload, nbytes)
+        out[peer] += 1
+        self._transport.send(peer, header, payload, borrow=borrow)
+        self._stats.sent_wire_bytes += nbytes + wire.HEADER_BYTES
+
+    def _take(self, frame: Frame) -> None:
+        peer = frame.peer
+        payload = np.frombuffer(frame.payload, np.uint8)
+        fault = wire.check_frame(frame.header, payload, self._indices["in"][peer])
+        kind = next((kind for kind, head in self._heads.items() if frame.header.startswith(head)), None)
+        if fault or kind is None:
+            self._stats.frames_corrupt += 1
+            raise self._error(WireFormatError, f"a frame from rank {peer} is damaged: {fault or 'unknown kind or epoch'}", peer)
+        self._indices["in"][peer] += 1
+        self._stats.received_wire_bytes += payload.size + wire.HEADER_BYTES
+        try:
+            if kind == wire.DATA:
+                self._take_data(peer, wire.frame_part(frame.header)[1], payload)
+            elif kind == wire.ANNOUNCE:
+                self._announced.append((peer, msgspec.msgpack.decode(payload.tobytes(), type=Announcement)))
+                self._match()
+            else:
+                self._take_answer(peer, msgspec.msgpack.decode(payload.tobytes(), type=Answer))
+        except msgspec.MsgspecError as error:
+            raise self._error(WireFormatError, f"rank {peer} sent an unreadable message: {error}", peer) from None
+        finally:
+            frame.release()
+
+    def _take_data(self, peer: int, number: int, payload: np.ndarray) -> None:
+        message = self._receiving.get((peer, number))
+        if message is None or message.moved + payload.size > message.data.size:
+            raise self._error(WireFormatError, f"rank {peer} sent data that was not asked for", peer)
+        message.data[message.moved : message.moved + payload.size] = payload
+        message.moved += payload.size
+        if message.moved == message.data.size:
+            self._finish(self._receiving, (peer, number), source=peer)
+
+    def _take_answer(self, peer: int, answer: Answer) -> None:
+        message = self._sending.get((peer, answer.number))
+        if message is None:
+            raise self._error(WireFormatError, f"rank {peer} answered a message that was not sent", peer)
+        if answer.refusal is None:
+            message.ready = True
+            if message.data.size <= INLINE_BYTES:
+                message.moved = message.data.size
+        else:
+            self._finish(self._sending, (peer, answer.number), self._error(MismatchError, answer.refusal, peer, message))
+
+    def _match(self) -> None:
+        """Pairs announcements, oldest first, with the oldest receive that wants them."""
+        left = []
+        for peer, note in self._announced:
+            wanted = next((m for m in self._wanted if m.peer in (None, peer) and m.tag == note.tag), None)
+            if wanted is None:
+                left.append((peer, note))
+                continue
+            self._wanted.remove(wanted)
+            self._accept(peer, note, wanted)
+        self._announced = left
+
+    def _accept(self, peer: int, note: Announcement, message: Message) -> None:
+        key = (peer, note.number % wire.MAX_CHUNK)
+        self._receiving[key] = message
+        message.peer = peer
+        sent = wire.DTYPES[note.dtype] if 0 <= note.dtype < len(wire.DTYPES) else None
+        if sent != message.dtype or note.count != message.count:
+            refusal = (
+                f"rank {peer} sends {note.count} elements of {'?' if sent is None else dtype_name(sent)} with tag {note.tag}; "
+                f"rank {self._transport.rank} receives {message.count} of {dtype_name(message.dtype)}"
+            )
+            self._tell(peer, wire.REFUSE, Answer(note.number, refusal))
+            self._finish(self._receiving, key, self._error(MismatchError, refusal, peer, message))
+            return
+        self._tell(peer, wire.CLEAR, Answer(note.number, None))
+        if note.data is not None:
+            if len(note.data) != message.data.size:
+                raise self._error(WireFormatError, f"rank {peer} announced {note.count} elements and sent {len(note.data)} bytes", peer)
+            message.data[:] = np.frombuffer(note.data, np.uint8)
+            self._finish(self._receiving, key, source=peer)
+
+    def _check_peers_and_deadlines(self) -> None:
+        lost, now = self._transport.lost, time.monotonic()
+        if not lost and not any(message.deadline <= now for message in self._pending()):
+            return
+        for table in (self._sending, self._receiving):
+            for key, message in list(table.items()):
+                if key[0] in lost:
+                    self._finish(table, key, self._lost(key[0], message))
+                elif message.deadline <= now:
+                    # Its memory may still be on the way to or from the peer: the two sides no longer agree.
+                    raise self._timed_out(message)
+        for message in list(self._wanted):
+            gone = message.peer if message.peer is not None else next(iter(lost), None)
+            if gone in lost or message.deadline <= now:
+                self._wanted.remove(message)
+                message.work.finish(self._lost(gone, message) if gone in lost else self._timed_out(message))
+
+    def _lost(self, peer: int | None, message: Message) -> SquinchError:
+        assert peer is not None
+        return self._error(PeerLost, f"rank {peer} was lost: {self._transport.lost[peer]}", peer, message)
+
+    def _timed_out(self, message: Message) -> SquinchError:
+        who = "any rank" if message.peer is None else f"rank {message.peer}"
+        what = "receive" if message.outgoing else "send"
+        return self._error(
+            CollectiveTimeout,
+            f"no end after {message.timeout_s:g} s: {who} made no matching {what} with tag {message.tag}",
+            message.peer,
+            message,
+        )
+
+    def _finish(
+        self, table: dict[tuple[int, int], Message], key: tuple[int, int], error: Exception | None = None, source: int | None = None
+    ) -> None:
+        message = table.pop(key)
+        if error is None and message.arrived is not None:
+            message.arrived()
+        message.work.finish(error, source)
+
+    def _end_all(self, reason: SquinchError) -> None:
+        for message in self._pending():
+            message.work.finish(reason)
+        self._sending.clear()
+        self._receiving.clear()
+        self._wanted.clear()
+
+    def _error(self, kind: type[SquinchError], text: str, peer: int | None, message: Message | None = None) -> SquinchError:
+        name = message.work.op if message else "send/recv"
+        return kind(f"{name} on rank {self._transport.rank}: {text}", rank=self._transport.rank, peer=peer, op=name)

@@ -1,0 +1,51 @@
+"""How an array is cut: one shard a rank, each shard into chunks that flow through the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+# Raw bytes of a chunk: large enough that the cost of a frame does not show, small enough that a chunk stays in cache and that
+# the first and the last one, during which the link idles, do not show either.
+MIN_CHUNK_BYTES = 64 << 10
+MAX_CHUNK_BYTES = 1 << 20
+CHUNKS_PER_SHARD = 8
+
+
+class Plan:
+    """Shards and chunks of an array of `count` elements, the same on all ranks.
+
+    Attributes:
+        bounds: world_size + 1 offsets; shard r is `bounds[r]:bounds[r + 1]`.
+        chunk: Elements in a chunk, the last of a shard excepted; a multiple of `tile`.
+    """
+
+    __slots__ = ("bounds", "chunk")
+
+    def __init__(self, bounds: Sequence[int], itemsize: int, tile: int, chunk_bytes: int = 0) -> None:
+        self.bounds = bounds
+        if not chunk_bytes:
+            largest = max(stop - start for start, stop in zip(bounds, bounds[1:], strict=False)) * itemsize
+            chunk_bytes = min(max(largest // CHUNKS_PER_SHARD, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+        self.chunk = max(1, round(chunk_bytes / itemsize / tile)) * tile
+
+    @classmethod
+    def even(cls, count: int, world_size: int, itemsize: int, tile: int, chunk_bytes: int = 0) -> Plan:
+        """Shards of nearly equal size whose boundaries are multiples of `tile`, so that no tile is split."""
+        tiles = -(-count // tile)
+        cuts = [min(count, tiles * rank // world_size * tile) for rank in range(world_size)]
+        return cls([*cuts, count], itemsize, tile, chunk_bytes)
+
+    @classmethod
+    def uneven(cls, counts: Sequence[int], itemsize: int, tile: int, chunk_bytes: int = 0) -> Plan:
+        """Shards of the given sizes."""
+        return cls([0, *accumulate(counts)], itemsize, tile, chunk_bytes)
+
+    def chunks(self, shard: int) -> int:
+        """Number of chunks in a shard; 0 if it is empty."""
+        return -(-(self.bounds[shard + 1] - self.bounds[shard]) // self.chunk)
+
+    def span(self, shard: int, chunk: int) -> tuple[int, int]:
+        """First element of a chunk, and the one after its last."""
+        start = self.bounds[shard] + chunk * self.chunk
+        return start, min(start + self.chunk, self.bounds[shard + 1])

@@ -1,0 +1,572 @@
+"""The communicator: one group of ranks and the calls they make together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from squinchcomm.arrays import Flat, flatten
+from squinchcomm.collectives import movement
+from squinchcomm.collectives.call import Call
+from squinchcomm.collectives.channel import Channel, Ticket
+from squinchcomm.collectives.coder import CodecCoder, Coder, PlainCoder, mix
+from squinchcomm.collectives.exchange import DIRECT_BYTES, DIRECT_RANKS, Exchange, direct_allreduce
+from squinchcomm.collectives.p2p import Message, PointToPoint
+from squinchcomm.collectives.plan import Plan
+from squinchcomm.collectives.reduction import check_reduction
+from squinchcomm.collectives.wire import Signature
+from squinchcomm.config import Config
+from squinchcomm.errors import CommunicatorAborted, SquinchError
+from squinchcomm.kernels.codec import Codec
+from squinchcomm.kernels.dtypes import dtype_name
+from squinchcomm.policy import choose_codec
+from squinchcomm.progress import Progress
+from squinchcomm.stats import Stats
+from squinchcomm.transport.base import Backend, Transport
+from squinchcomm.work import Work
+
+log = logging.getLogger("squinchcomm")
+
+Body = Callable[[Call], None]
+
+
+class Endpoints(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Where one rank can be reached, and the settings on which ranks must agree."""
+
+    collectives: bytes
+    messages: bytes
+    epoch: int
+    settings: dict[str, str]
+
+
+class Communicator:
+    """A group of ranks. Made by `squinchcomm.init` or `split`; every rank makes the same calls in the same order.
+
+    Arrays are NumPy arrays or torch CPU tensors of any shape, contiguous or not; results are written in place, and reach all
+    ranks with the same bits. Each collective takes `async_op=True` to return a `Work` at once; arrays of a pending call must not be
+    touched. `timeout_s` defaults to the configuration's. After a call has failed its output holds undefined values and the
+    communicator is broken: later calls raise `CommunicatorAborted`.
+
+    Every call can raise:
+        PeerLost: a peer it needs died, broke its connection or fell silent.
+        CollectiveTimeout: it did not finish in time.
+        MismatchError: another rank made a different call.
+        WireFormatError: a frame was damaged on its way.
+        CommunicatorAborted: aborted, closed, or broken by an earlier failure.
+        TypeError, ValueError: an argument is wrong; nothing was sent, the communicator stays usable on this rank.
+
+    Attributes:
+        rank: This process's number in the group.
+        world_size: Number of ranks.
+        hosts: Host identity of each rank; equal ones share a machine.
+        config: Settings.
+        stats: Counters.
+    """
+
+    def __init__(self, backend: Backend, transports: tuple[Transport, Transport], config: Config, epoch: int) -> None:
+        collectives, messages = transports
+        self.rank = collectives.rank
+        self.world_size = collectives.world_size
+        self.hosts = collectives.hosts
+        self.config = config
+        self.stats = Stats()
+        self._backend = backend
+        self._transports = transports
+        self._channel = Channel(collectives, epoch, self.stats)
+        self._messages = PointToPoint(messages, epoch, self.stats)
+        self._progress = Progress(f"squinchcomm-{self.rank}")
+        self._sequence = 0
+        self._compressed_before: set[tuple[Any, ...]] = set()
+        self._pid = os.getpid()
+        self._closed = False
+        self._close_lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "broken" if self._channel.failure else "open"
+        return f"<Communicator rank {self.rank} of {self.world_size}, {self._transports[0].name}, {state}>"
+
+    # --- reductions -------------------------------------------------------------------------------------------------
+
+    def allreduce(
+        self,
+        array: Any,
+        op: str = "sum",
+        *,
+        codec: str | None = None,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work | None:
+        """Combines `array` over all ranks, in place.
+
+        Args:
+            array: Same shape and dtype on all ranks.
+            op: "sum", "avg", "min", "max" or "product".
+            codec: Codec for the bytes on the wire, such as "squinch6"; None takes the configuration's.
+            async_op: Return a Work at once.
+            timeout_s: Seconds until `CollectiveTimeout`.
+
+        Raises:
+            ConfigError: the codec is unknown or cannot serve this dtype or op.
+        """
+        flat = flatten(array, "array", writable=True)
+        check_reduction(op, flat.data.dtype)
+        chosen = self._choose(codec, flat.data, op, "allreduce")
+        signature = Signature("allreduce", op, flat.data.dtype, flat.data.size, flat.shape, **_codec_fields(chosen))
+
+        def body(call: Call) -> None:
+            coder = self._coder(chosen, flat.data.dtype, op, call)
+            if chosen.lossless and flat.data.nbytes <= DIRECT_BYTES and self.world_size <= DIRECT_RANKS:
+                direct_allreduce(call, coder, flat.data)
+            elif self.world_size > 1:
+                Exchange(call, coder, self._even_plan(flat.data, coder), flat.data).allreduce()
+            flat.write_back()
+
+        return self._submit(signature, body, flat.data.nbytes, async_op, timeout_s)
+
+    def reduce(
+        self, array: Any, root: int = 0, op: str = "sum", *, async_op: bool = False, timeout_s: float | None = None
+    ) -> Work | None:
+        """Combines `array` over all ranks into `array` of rank `root`, losslessly; other ranks' arrays stay as they are."""
+        self._check_rank(root, "root")
+        flat = flatten(array, "array", writable=self.rank == root)
+        check_reduction(op, flat.data.dtype)
+        signature = Signature("reduce", op, flat.data.dtype, flat.data.size, flat.shape, root)
+
+        def body(call: Call) -> None:
+            coder = PlainCoder(flat.data.dtype, op, self.world_size, self.stats)
+            data = flat.data if flat.data.flags.writeable else flat.data.copy()
+            if self.world_size > 1:
+                Exchange(call, coder, self._even_plan(data, coder), data).reduce(root)
+            if self.rank == root:
+                flat.write_back()
+
+        return self._submit(signature, body, flat.data.nbytes, async_op, timeout_s)
+
+    def reduce_scatter(
+        self,
+        output: Any,
+        input: Any,
+        op: str = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        codec: str | None = None,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work | None:
+        """Combines `input` over all ranks and leaves part r of the result in `output` of rank r.
+
+        Args:
+            output: This rank's part; its size is `counts[rank]`.
+            input: All parts, one after the other; same size on all ranks; only read.
+            op: As for `allreduce`.
+            counts: Elements of each part; None means equal parts.
+            codec: As for `allreduce`. The result is not encoded again: it is as exact as the contributions.
+            async_op: Return a Work at once.
+            timeout_s: Seconds until `CollectiveTimeout`.
+        """
+        source = flatten(input, "input", writable=False)
+        target = flatten(output, "output", writable=True)
+        check_reduction(op, source.data.dtype)
+        _same_dtype(source, target)
+        parts = self._parts(counts, source.data.size, "input", target.data.size, "output")
+        chosen = self._choose(codec, source.data, op, "reduce_scatter")
+        signature = Signature(
+            "reduce_scatter", op, source.data.dtype, source.data.size, tuple(parts), **_codec_fields(chosen)
+        )
+
+        def body(call: Call) -> None:
+            coder = self._coder(chosen, source.data.dtype, op, call)
+            if self.world_size > 1:
+                plan = Plan.uneven(parts, source.data.itemsize, coder.tile, self._chunk_bytes(source.data))
+                Exchange(call, coder, plan, source.data).reduce_scatter(target.data)
+            else:
+                target.data[:] = source.data
+            target.write_back()
+
+        return self._submit(signature, body, source.data.nbytes, async_op, timeout_s)
+
+    def all_gather(
+        self,
+        output: Any,
+        input: Any,
+        *,
+        counts: Sequence[int] | None = None,
+        codec: str | None = None,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work | None:
+        """Concatenates `input` of all ranks, in rank order, into `output` on every rank.
+
+        Args:
+            output: All parts, one after the other.
+            input: This rank's part; its size is `counts[rank]`. It may be that part of `output`.
+            counts: Elements of each rank's part; None means equal parts.
+            codec: Codec for the bytes on the wire; None means lossless, whatever the configuration says.
+            async_op: Return a Work at once.
+            timeout_s: Seconds until `CollectiveTimeout`.
+        """
+        source = flatten(input, "input", writable=False)
+        target = flatten(output, "output", writable=True)
+        _same_dtype(source, target)
+        parts = self._parts(counts, target.data.size, "output", source.data.size, "input")
+        chosen = self._choose(codec or "none", target.data, "", "all_gather")
+        signature = Signature("all_gather", "", target.data.dtype, target.data.size, tuple(parts), **_codec_fields(chosen))
+
+        def body(call: Call) -> None:
+            if self.world_size > 1:
+                coder = self._coder(chosen, target.data.dtype, "", call)
+                plan = Plan.uneven(parts, target.data.itemsize, coder.tile, self._chunk_bytes(target.data))
+                Exchange(call, coder, plan, target.data).all_gather(source.data)
+            else:
+                target.data[:] = source.data
+            target.write_back()
+
+        return self._submit(signature, body, target.data.nbytes, async_op, timeout_s)
+
+    # --- data movement: always lossless -----------------------------------------------------------------------------
+
+    def barrier(self, *, async_op: bool = False, timeout_s: float | None = None) -> Work | None:
+        """Returns when all ranks have called it."""
+        return self._submit(Signature("barrier"), movement.barrier, 0, async_op, timeout_s)
+
+    def broadcast(
+        self, array: Any, root: int = 0, *, async_op: bool = False, timeout_s: float | None = None
+    ) -> Work | None:
+        """Copies `array` of rank `root` into `array` of all ranks; same shape and dtype everywhere."""
+        self._check_rank(root, "root")
+        flat = flatten(array, "array", writable=self.rank != root)
+        signature = Signature("broadcast", "", flat.data.dtype, flat.data.size, flat.shape, root)
+
+        def body(call: Call) -> None:
+            movement.broadcast(call, flat.data.view(np.uint8), root, self.config.chunk_bytes)
+            if self.rank != root:
+                flat.write_back()
+
+        return self._submit(signature, body, flat.data.nbytes, async_op, timeout_s)
+
+    def gather(
+        self, input: Any, output: Any = None, root: int = 0, *, async_op: bool = False, timeout_s: float | None = None
+    ) -> Work | None:
+        """Concatenates `input` of all ranks, of one size, into `output` on rank `root`; elsewhere `output` is ignored."""
+        self._check_rank(root, "root")
+        source = flatten(input, "input", writable=False)
+        target = self._rooted(output, "output", source, root, writable=True)
+        signature = Signature("gather", "", source.data.dtype, source.data.size * self.world_size, None, root)
+
+        def body(call: Call) -> None:
+            own = source.data.view(np.uint8)
+            movement.gather(call, own, target.data.view(np.uint8) if target else None, root, self.config.chunk_bytes)
+            if target:
+                target.write_back()
+
+        return self._submit(signature, body, source.data.nbytes, async_op, timeout_s)
+
+    def scatter(
+        self, output: Any, input: Any = None, root: int = 0, *, async_op: bool = False, timeout_s: float | None = None
+    ) -> Work | None:
+        """Gives rank r part r of `input` of rank `root` in `output`; elsewhere `input` is ignored."""
+        self._check_rank(root, "root")
+        target = flatten(output, "output", writable=True)
+        source = self._rooted(input, "input", target, root, writable=False)
+        signature = Signature("scatter", "", target.data.dtype, target.data.size * self.world_size, None, root)
+
+        def body(call: Call) -> None:
+            own = target.data.view(np.uint8)
+            movement.scatter(call, own, source.data.view(np.uint8) if source else None, root, self.config.chunk_bytes)
+            target.write_back()
+
+        return self._submit(signature, body, target.data.nbytes, async_op, timeout_s)
+
+    def all_to_all(
+        self,
+        output: Any,
+        input: Any,
+        *,
+        output_counts: Sequence[int] | None = None,
+        input_counts: Sequence[int] | None = None,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+    ) -> Work | None:
+        """Sends part p of `input` to rank p and receives part p of `output` from rank p.
+
+        Args:
+            output: Its parts have `output_counts` elements, or are equal.
+            input: Its parts have `input_counts` elements, or are equal. Must not overlap `output`.
+            output_counts: What each peer sends to this rank.
+            input_counts: What this rank sends to each peer.
+            async_op: Return a Work at once.
+            timeout_s: Seconds until `CollectiveTimeout`.
+        """
+        source = flatten(input, "input", writable=False)
+        target = flatten(output, "output", writable=True)
+        _same_dtype(source, target)
+        if np.may_share_memory(source.data, target.data):
+            raise ValueError("input and output of all_to_all overlap; pass separate arrays")
+        sends = self._parts(input_counts, source.data.size, "input", None, "input_counts")
+        takes = self._parts(output_counts, target.data.size, "output", None, "output_counts")
+        if sends[self.rank] != takes[self.rank]:
+            raise ValueError(
+                f"input_counts[{self.rank}] is {sends[self.rank]} but output_counts[{self.rank}] is {takes[self.rank]}: "
+                "a rank's part for itself has one size"
+            )
+        # Part sizes differ from rank to rank, so the signature cannot hold them; each payload is checked against the plan.
+        signature = Signature("all_to_all", "", source.data.dtype)
+
+        def body(call: Call) -> None:
+            size = source.data.itemsize
+            bounds = [[size * offset for offset in Plan.uneven(parts, 1, 1).bounds] for parts in (takes, sends)]
+            movement.all_to_all(
+                call, target.data.view(np.uint8), source.data.view(np.uint8), bounds[0], bounds[1], self.config.chunk_bytes
+            )
+            target.write_back()
+
+        return self._submit(signature, body, source.data.nbytes, async_op, timeout_s)
+
+    # --- point to point ---------------------------------------------------------------------------------------------
+
+    def send(
+        self, array: Any, dst: int, tag: int = 0, *, async_op: bool = False, timeout_s: float | None = None
+    ) -> Work | None:
+        """Sends `array` to rank `dst`, whose `recv` names the same tag, dtype and element count.
+
+        Returns when the receiver has made its call and `array` may be changed. Independent of the order of collectives.
+        """
+        self._check_rank(dst, "dst")
+        return self._message(flatten(array, "array", writable=False), dst, tag, True, async_op, timeout_s)
+
+    def recv(
+        self, array: Any, src: int | None = None, tag: int = 0, *, async_op: bool = False, timeout_s: float | None = None
+    ) -> Work | int | None:
+        """Receives into `array` from rank `src`, or from any rank if None; returns the source's rank (its Work has it as `source`)."""
+        if src is not None:
+            self._check_rank(src, "src")
+        return self._message(flatten(array, "array", writable=True), src, tag, False, async_op, timeout_s)
+
+    def _message(
+        self, flat: Flat, peer: int | None, tag: int, outgoing: bool, async_op: bool, timeout_s: float | None
+    ) -> Work | int | None:
+        self._check_alive()
+        if peer == self.rank:
+            raise ValueError(f"{'dst' if outgoing else 'src'} is this rank ({peer}); a rank cannot message itself")
+        if not isinstance(tag, int) or not 0 <= tag < 1 << 32:
+            raise ValueError(f"tag must be an integer from 0 to 2**32 - 1, not {tag!r}")
+        timeout = self._timeout(timeout_s)
+        work = Work("send" if outgoing else "recv", 0, self.rank)
+        self._messages.post(
+            Message(
+                work,
+                flat.data.view(np.uint8),
+                flat.data.dtype,
+                flat.data.size,
+                tag,
+                peer,
+                time.monotonic() + timeout,
+                timeout,
+                outgoing=outgoing,
+                arrived=None if outgoing else flat.write_back,
+            )
+        )
+        if async_op:
+            return work
+        work.wait()
+        return work.source
+
+    # --- groups, end ------------------------------------------------------------------------------------------------
+
+    def split(self, color: int | None, key: int | None = None) -> Communicator | None:
+        """Makes a communicator for each color, of the ranks that gave it, ordered by `key` (this rank if None), then rank.
+
+        A collective call. Ranks that give None take part in the call and get None.
+        """
+        if color is not None and not 0 <= color < 1 << 31:
+            raise ValueError(f"color must be None or an integer from 0 to 2**31 - 1, not {color}")
+        from squinchcomm import bootstrap
+
+        listeners = bootstrap.listen(self._backend) if color is not None else ()
+        try:
+            epoch = mix(self._channel.epoch, self._sequence) & 0xFFFFFFFF
+            blob = bootstrap.pack_endpoints(listeners, epoch, self.config) if listeners else b""
+            rows = self._exchange_blobs(msgspec.msgpack.encode((color, self.rank if key is None else key, blob)))
+            entries = [msgspec.msgpack.decode(row, type=tuple[int | None, int, bytes]) for row in rows]
+            if not listeners:
+                return None
+            members = sorted(
+                (rank for rank, entry in enumerate(entries) if entry[0] == color), key=lambda rank: (entries[rank][1], rank)
+            )
+            blobs = [entries[rank][2] for rank in members]
+            return bootstrap.connect(self._backend, listeners, members.index(self.rank), blobs, self.config)
+        except BaseException:
+            for listener in listeners:
+                listener.close()
+            raise
+
+    def _exchange_blobs(self, blob: bytes) -> list[bytes]:
+        sizes = np.zeros(self.world_size, np.int64)
+        self.all_gather(sizes, np.array([len(blob)], np.int64))
+        rows = np.zeros(int(sizes.sum()), np.uint8)
+        self.all_gather(rows, np.frombuffer(blob, np.uint8), counts=sizes.tolist())
+        return [part.tobytes() for part in np.split(rows, np.cumsum(sizes)[:-1])]
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Makes pending and later calls on this rank raise CommunicatorAborted, within 0.5 s; peers that wait for this rank learn of it.
+
+        Any thread; idempotent.
+        """
+        self._channel.abort(reason)
+        self._messages.stop(CommunicatorAborted(f"aborted: {reason}", rank=self.rank))
+
+    def close(self) -> None:
+        """Finishes pending calls, says goodbye to peers, frees sockets and threads. Idempotent."""
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._pid != os.getpid():
+            return
+        self._progress.close()
+        self._messages.stop(CommunicatorAborted("the communicator was closed", rank=self.rank))
+        for transport in self._transports:
+            transport.close()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not self._closed:
+            self.abort(f"rank {self.rank} left with {type(error).__name__}: {error}"[:500])
+        self.close()
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _submit(
+        self, signature: Signature, body: Body, raw_bytes: int, async_op: bool, timeout_s: float | None
+    ) -> Work | None:
+        self._check_alive()
+        timeout = self._timeout(timeout_s)
+
+        def make() -> tuple[Callable[[], None], Work]:
+            sequence = self._sequence
+            self._sequence += 1
+            ticket = None if async_op else Ticket(signature, self._channel.epoch, sequence, timeout)
+            work = Work(signature.op, sequence, self.rank)
+
+            def run() -> None:
+                self._execute(ticket or Ticket(signature, self._channel.epoch, sequence, timeout), body)
+                self.stats.collectives += 1
+                self.stats.raw_bytes += raw_bytes
+                self.stats.compressed += signature.codec_id != 0
+
+            return run, work
+
+        if async_op:
+            return self._progress.start(make)
+        self._progress.run(make)
+        return None
+
+    def _execute(self, ticket: Ticket, body: Body) -> None:
+        channel = self._channel
+        channel.check_usable(ticket)
+        try:
+            body(Call(channel, ticket))
+        except SquinchError as error:
+            channel.fail(error)
+            raise
+        except BaseException as error:
+            # KeyboardInterrupt or a fault of ours: other ranks wait for frames that will not come.
+            reason = f"{ticket.op} #{ticket.sequence} on rank {self.rank} was broken off by {type(error).__name__}: {error}"
+            channel.fail(CommunicatorAborted(reason, rank=self.rank, op=ticket.op, sequence=ticket.sequence))
+            raise
+
+    def _check_alive(self) -> None:
+        if self._pid != os.getpid():
+            raise CommunicatorAborted(
+                f"this communicator belongs to process {self._pid}; a forked child ({os.getpid()}) must make its own with squinchcomm.init",
+                rank=self.rank,
+            )
+        if self._closed:
+            raise CommunicatorAborted("the communicator is closed", rank=self.rank)
+
+    def _check_rank(self, rank: int, name: str) -> None:
+        if not isinstance(rank, int | np.integer) or not 0 <= rank < self.world_size:
+            raise ValueError(f"{name} must be a rank from 0 to {self.world_size - 1}, not {rank!r}")
+
+    def _timeout(self, timeout_s: float | None) -> float:
+        if timeout_s is None:
+            return self.config.timeout_s
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be above 0, not {timeout_s!r}")
+        return timeout_s
+
+    def _choose(self, requested: str | None, data: np.ndarray, reduction: str, op: str) -> Codec:
+        codec, reason = choose_codec(
+            requested,
+            self.config.codec,
+            dtype=data.dtype,
+            nbytes=data.nbytes,
+            reduction=reduction,
+            min_compress_bytes=self.config.min_compress_bytes,
+        )
+        if reason is not None:
+            self.stats.uncompressed[reason] += 1
+        elif not codec.lossless:
+            seen = (op, codec.name, data.dtype, data.size)
+            if seen not in self._compressed_before and len(self._compressed_before) < 1024:
+                self._compressed_before.add(seen)
+                log.info("%s of %d %s elements goes out as %s", op, data.size, dtype_name(data.dtype), codec.name)
+        return codec
+
+    def _coder(self, codec: Codec, dtype: np.dtype, op: str, call: Call) -> Coder:
+        if codec.lossless:
+            return PlainCoder(dtype, op, self.world_size, self.stats)
+        seed = mix(self.config.seed, call.ticket.sequence)
+        return CodecCoder(codec, dtype, op, self.world_size, seed, self.stats)
+
+    def _chunk_bytes(self, data: np.ndarray) -> int:
+        return self.config.chunk_bytes * data.itemsize // 4
+
+    def _even_plan(self, data: np.ndarray, coder: Coder) -> Plan:
+        return Plan.even(data.size, self.world_size, data.itemsize, coder.tile, self._chunk_bytes(data))
+
+    def _parts(self, counts: Sequence[int] | None, total: int, whole: str, own: int | None, part: str) -> list[int]:
+        ranks = self.world_size
+        if counts is None:
+            if total % ranks:
+                raise ValueError(f"{whole} has {total} elements, which {ranks} ranks cannot share equally; give counts")
+            counts = [total // ranks] * ranks
+        parts = [int(count) for count in counts]
+        if len(parts) != ranks or min(parts) < 0 or sum(parts) != total:
+            raise ValueError(f"counts {parts} must be {ranks} numbers, none negative, that add up to the {total} elements of {whole}")
+        if own is not None and parts[self.rank] != own:
+            raise ValueError(f"{part} has {own} elements where rank {self.rank}'s part of {whole} has {parts[self.rank]}")
+        return parts
+
+    def _rooted(self, array: Any, name: str, part: Flat, root: int, *, writable: bool) -> Flat | None:
+        """The array that holds everybody's parts, on root; None elsewhere."""
+        if self.rank != root:
+            return None
+        if array is None:
+            raise ValueError(f"{name} must be given on the root, rank {root}")
+        flat = flatten(array, name, writable=writable)
+        _same_dtype(part, flat)
+        if flat.data.size != part.data.size * self.world_size:
+            raise ValueError(f"{name} has {flat.data.size} elements; {self.world_size} ranks of {part.data.size} each need "
+                             f"{part.data.size * self.world_size}")
+        return flat
+
+
+def _codec_fields(codec: Codec) -> dict[str, Any]:
+    return {"codec_id": codec.wire_id, "codec_version": codec.wire_version}
+
+
+def _same_dtype(first: Flat, second: Flat) -> None:
+    if first.data.dtype != second.data.dtype:
+        raise TypeError(f"input and output differ in dtype: {dtype_name(first.data.dtype)}, {dtype_name(second.data.dtype)}")
+
