@@ -44,8 +44,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/python tools/source_view.py $(VIEW)
-	$(BIN)/python tools/source_view.py $(VIEW) --run $(BIN)/mypy --package squinchcomm
-	$(BIN)/mypy benchmarks tools
+	$(BIN)/python tools/source_view.py $(VIEW) --run $(BIN)/mypy $(VIEW)/squinchcomm benchmarks tools
 	cd $(VIEW) && $(abspath $(BIN))/lint-imports --no-logo $(CURDIR)/pyproject.toml
 
 format: $(STAMP)

@@ -4,12 +4,11 @@
 import-linter cannot know from the tree. The view is a tree of directories whose files are links to the sources:
 
     python tools/source_view.py build/view
-    python tools/source_view.py build/view --run mypy --package squinchcomm   # with paths in its output set right
+    python tools/source_view.py build/view --run mypy build/view/squinchcomm   # with paths in its output set right
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -33,8 +32,7 @@ def build(view: Path) -> None:
 
 def run(view: Path, command: list[str]) -> int:
     """Runs `command` on the view and prints its output with the paths of the sources. Returns its exit status."""
-    environment = os.environ | {"MYPYPATH": str(view)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     output = done.stdout
     for source, target in sorted(PACKAGE_DIRS.items(), key=lambda item: -len(item[1])):
         output = output.replace(f"{view}/{target}/", f"{source}/")

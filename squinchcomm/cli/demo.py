@@ -52,17 +52,8 @@ def demo(
 
 def _train(settings_path: Path, ranks: int, codecs: list[str], steps: int) -> None:
     """Starts the ranks with the library's own launcher and shows how far rank 0 is."""
-    command = [
-        sys.executable,
-        "-m",
-        "squinchcomm.cli",
-        "run",
-        "-n",
-        str(ranks),
-        "-m",
-        "squinchcomm.demo.train",
-        str(settings_path),
-    ]
+    module = ["-m", "squinchcomm.demo.train", str(settings_path)]
+    command = [sys.executable, "-m", "squinchcomm", "run", "-n", str(ranks), *module]
     progress_path = settings_path.parent / "progress.jsonl"
     progress_path.unlink(missing_ok=True)
     with tempfile.TemporaryFile("w+") as log:
