@@ -41,6 +41,8 @@ class Inbox:
 
     def count_rejections(self) -> int:
         """Connections that never got past the handshake, so far."""
+        if self.socket.closed:
+            return self.rejected
         self.rejected += len(self.monitor.events())
         return self.rejected
 
@@ -65,6 +67,7 @@ class Inbox:
         raise AssertionError("an empty port range")
 
     def close(self) -> None:
+        self.count_rejections()
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close(0)

@@ -91,9 +91,10 @@ class PeerLink:
 
     def close(self, linger_ms: int) -> None:
         self.kernel_socket.close()
-        self.socket.disable_monitor()
-        self.monitor.close()
-        self.socket.close(linger_ms)
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self.monitor.close()
+            self.socket.close(linger_ms)
 
     def _why_broken(self, peer_timeout_s: float) -> str:
         """zmq does not say whether the peer hung up or its heartbeat stopped, but our own handle on the connection can tell."""
@@ -129,6 +130,7 @@ class Dialer:
             if event == zmq.EVENT_CONNECTED:
                 self._fd = value
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.socket.get(zmq.EVENTS)  # takes note of the connection now: a first send might not
                 return PeerLink(self.target, self.socket, self.monitor, socket.socket(fileno=os.dup(self._fd)))
             elif event in _FAILURES:
                 if event != zmq.EVENT_DISCONNECTED or self.failure == "no answer":
@@ -205,7 +207,7 @@ def _push_socket(context: ZmqContext, security: Security, options: TransportOpti
     push = context.zmq.socket(zmq.PUSH)
     interval_ms = round(options.peer_timeout_s * 1000 / 4)
     security.set_client(push)
-    push.set(zmq.SNDHWM, queue_limit(options.window))
+    push.set(zmq.SNDHWM, 0)  # the window is the limit; zmq's own accounts lag behind and would refuse frames that fit
     push.set(zmq.LINGER, 0)
     push.set(zmq.IMMEDIATE, 1)
     push.set(zmq.RECONNECT_IVL, -1)

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from squinchcomm.errors import CommunicatorAborted, WireFormatError
 from .address import Address
 from .base import Frame, Transport
 from .options import TransportOptions
+from .pacer import Pacer, acquire_pacer, release_pacer
 from .zmq_context import ForkAware, watch_fork
 from .zmq_link import PeerLink
 
@@ -30,6 +32,7 @@ _WHOLE, _SPLIT, _CREDIT, _GOODBYE = range(4)
 
 _JOIN_BELOW = 32 << 10  # smaller payloads travel in one part with their header
 _SLICE_S = 0.05  # how long a wait sleeps before it looks after wake and lost peers
+_BROKE = "broke the transport protocol"
 _GRACE_S = 0.1  # what a peer sent before its connection broke may still be on its way to us
 
 
@@ -82,8 +85,10 @@ class ZmqTransport(Transport, ForkAware):
         self._news = False
         self._looked_at = 0.0
         self._woken = threading.Event()
-        self._borrowed: list[zmq.MessageTracker] = []
-        self._free = weakref.finalize(self, _free, inbox, list(links), 0)
+        self._borrowed: list[zmq.MessageTracker | PacedLoan] = []
+        self._pacer = acquire_pacer(options.link_rate) if options.link_rate is not None else None
+        self._put = put if self._pacer is None else self._put_paced
+        self._free = weakref.finalize(self, _free, inbox, list(links), self._pacer, 0)
         self._free.atexit = False
         watch_fork(self)
 
@@ -106,18 +111,14 @@ class ZmqTransport(Transport, ForkAware):
         link.sent += 1
         link.reported = link.released
         self._sent_bytes[peer] += _PREFIX_BYTES + header_bytes + size
-        try:
-            if size < _JOIN_BELOW:
-                prefix = _PREFIX.pack(link.session, self.rank, link.released, header_bytes, _WHOLE)
-                link.send_part(b"".join((prefix, header, payload)), zmq.NOBLOCK)
-                return
+        if size < _JOIN_BELOW:
+            prefix = _PREFIX.pack(link.session, self.rank, link.released, header_bytes, _WHOLE)
+            self._put(link, b"".join((prefix, header, payload)))
+        else:
             prefix = _PREFIX.pack(link.session, self.rank, link.released, header_bytes, _SPLIT)
-            link.send_part(prefix + header, zmq.NOBLOCK | zmq.SNDMORE)
-            tracker = link.send_part(payload, zmq.NOBLOCK, copy=False, track=borrow)
-        except zmq.Again:
-            return  # the connection is gone; its monitor will say so
-        if borrow:
-            self._borrowed.append(tracker)
+            loan = self._put(link, prefix + header, payload, borrow)
+            if loan is not None:
+                self._borrowed.append(loan)
 
     def report(self, link: PeerLink) -> None:
         """Tells a peer that has not heard from us how many of its frames are released."""
@@ -137,10 +138,19 @@ class ZmqTransport(Transport, ForkAware):
         if link.lost is None:
             link.reported = link.released
             self._sent_bytes[link.rank] += _PREFIX_BYTES
-            try:
-                link.send_part(_PREFIX.pack(link.session, self.rank, link.released, 0, kind), zmq.NOBLOCK)
-            except zmq.Again:
-                pass
+            self._put(link, _PREFIX.pack(link.session, self.rank, link.released, 0, kind))
+
+    def _put_paced(self, link: PeerLink, first: bytes, payload: Any = None, borrow: bool = False) -> PacedLoan | None:
+        loan = PacedLoan() if borrow else None
+
+        def release() -> None:
+            tracker = put(link, first, payload, borrow)
+            if loan is not None:
+                loan.start(tracker)
+
+        size = len(first) + (0 if payload is None else memoryview(payload).nbytes)
+        self._pacer.submit(size, release)
+        return loan
 
     # --- receiving
 
@@ -255,8 +265,10 @@ class ZmqTransport(Transport, ForkAware):
 
     def _lose(self, link: PeerLink, reason: str) -> None:
         if link.lost is None:
-            link.lost = self._lost[link.rank] = reason
             self._news = True
+            with self._pacer.lock if self._pacer is not None else nullcontext():
+                link.lost = self._lost[link.rank] = reason
+                link.close(0)
 
     @property
     def lost(self) -> Mapping[int, str]:
@@ -284,15 +296,24 @@ class ZmqTransport(Transport, ForkAware):
         for link in links:
             self._send_bare(link, _GOODBYE)
         self._free.detach()
-        self._retire()
-        _free(self._inbox, links, max(0, round(linger_s * 1000)))
+        deadline = time.monotonic() + linger_s
+        if self._pacer is not None:
+            self._pacer.drain(linger_s)
+        self._retire("this communicator is closed")
+        _free(self._inbox, links, self._pacer, max(0, round((deadline - time.monotonic()) * 1000)))
 
     def disown(self) -> None:
         if self._free.detach() is not None:
-            self._retire()
+            self._retire("this communicator belongs to the process that forked this one; make a new one here")
 
-    def _retire(self) -> None:
-        """Makes every later call fail: closed here, or owned by the process that forked this one."""
+    def _retire(self, reason: str) -> None:
+        """Makes every later call fail with this reason."""
+
+        def refuse(*_: Any) -> Any:
+            raise CommunicatorAborted(reason, rank=self.rank)
+
+        self._peer = refuse  # type: ignore[method-assign]
+        self._recv_part = refuse
 
     def _peer(self, peer: int) -> PeerLink:
         link = self._links[peer]
@@ -301,15 +322,50 @@ class ZmqTransport(Transport, ForkAware):
         return link
 
 
-_BROKE = "broke the transport protocol"
-
-
 def max_message_bytes(options: TransportOptions) -> int:
     """The largest message part that an honest peer sends."""
     return max(options.max_payload_bytes, _JOIN_BELOW + 4096 + _PREFIX_BYTES)
 
 
-def _free(inbox: Inbox, links: Sequence[PeerLink], linger_ms: int) -> None:
-    for link in links:
-        link.close(linger_ms if link.lost is None else 0)
+def put(link: PeerLink, first: bytes, payload: Any = None, borrow: bool = False) -> zmq.MessageTracker | None:
+    """Hands a message to zmq. If the connection is gone it is dropped; the monitor will tell."""
+    if link.lost is not None:
+        return None
+    try:
+        if payload is None:
+            link.send_part(first, zmq.NOBLOCK)
+            return None
+        link.send_part(first, zmq.NOBLOCK | zmq.SNDMORE)
+        tracker: zmq.MessageTracker = link.send_part(payload, zmq.NOBLOCK, copy=False, track=borrow)
+        return tracker if borrow else None
+    except zmq.Again:
+        return None
+
+
+class PacedLoan:
+    """A borrowed payload that the pacer may not have handed to zmq yet."""
+
+    def __init__(self) -> None:
+        self._started = threading.Event()
+        self._tracker: zmq.MessageTracker | None = None
+
+    def start(self, tracker: zmq.MessageTracker | None) -> None:
+        self._tracker = tracker
+        self._started.set()
+
+    def wait(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        if not self._started.wait(timeout_s):
+            raise zmq.NotDone
+        if self._tracker is not None:
+            self._tracker.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _free(inbox: Inbox, links: Sequence[PeerLink], pacer: Pacer | None, linger_ms: int) -> None:
+    with pacer.lock if pacer is not None else nullcontext():
+        for link in links:
+            link.close(linger_ms if link.lost is None else 0)
+            link.lost = link.lost or "closed here"  # a frame that still waits for the pacer is dropped
+    if pacer is not None:
+        release_pacer(pacer)
     inbox.close()
