@@ -30,10 +30,11 @@ def demo(
     """Train a small language model over a slow link, with float32 and with compressed gradients."""
     missing = [name for name in ("torch", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
-        _console.print(f"The demo needs {' and '.join(missing)}. Install with: pip install 'squinchcomm\\[demo]'", style="red")
+        need = f"The demo needs {' and '.join(missing)}. Install with: pip install 'squinchcomm[demo]'"
+        _console.print(need, style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2)
     from squinchcomm.demo import report
-    from squinchcomm.demo.train import Run, Settings
+    from squinchcomm.demo.records import Run, Settings
 
     settings = Settings(codecs=["none", codec], steps=steps, link_rate=link, seed=seed)
     out.mkdir(parents=True, exist_ok=True)
@@ -67,7 +68,7 @@ def _train(settings_path: Path, ranks: int, codecs: list[str], steps: int) -> No
             status = process.wait(timeout=30)
         if status:
             log.seek(0)
-            _console.print(log.read(), markup=False)
+            _console.print(log.read(), markup=False, highlight=False, soft_wrap=True)
             _console.print(f"The training ended with status {status}; its output is above.", style="red")
             raise typer.Exit(1)
 

@@ -8,7 +8,7 @@ from statistics import median
 
 from rich.table import Table
 
-from squinchcomm.demo.train import Run
+from squinchcomm.demo.records import Run
 
 # Two trainings that differ in the last bit of one gradient part by about this much after some hundred steps.
 LOSS_TOLERANCE = 0.05  # nats a byte, held-out

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -21,48 +21,7 @@ import squinchcomm
 from squinchcomm.communicator import Communicator
 from squinchcomm.demo import corpus
 from squinchcomm.demo.model import ByteTransformer
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to train. Batch and length count tokens of one rank and step."""
-
-    codecs: list[str]
-    steps: int
-    link_rate: str
-    seed: int
-    width: int = 256
-    layers: int = 3
-    heads: int = 4
-    batch: int = 3
-    length: int = 64
-    learning_rate: float = 2e-3
-    warmup_steps: int = 20
-    evaluate_every: int = 25
-    evaluation_batches: int = 6  # a rank
-
-    @classmethod
-    def read(cls, path: Path) -> Settings:
-        """From the JSON that `write` wrote."""
-        return cls(**json.loads(path.read_text()))
-
-    def write(self, path: Path) -> None:
-        """As JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1))
-
-
-@dataclass
-class Run:
-    """What one training gave: a value a step, averaged over ranks, or a pair (step, value) an evaluation."""
-
-    codec: str
-    parameters: int = 0
-    train_loss: list[float] = field(default_factory=list)
-    held_out_loss: list[tuple[int, float]] = field(default_factory=list)
-    compute_s: list[float] = field(default_factory=list)
-    communication_s: list[float] = field(default_factory=list)
-    wire_bytes: list[int] = field(default_factory=list)  # sent by rank 0
-    ranks_agree: bool = False
+from squinchcomm.demo.records import Run, Settings
 
 
 def train(comm: Communicator, text: corpus.Corpus, settings: Settings, codec: str, report: Callable[[Run], None]) -> Run:
