@@ -40,20 +40,30 @@ class Address(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froze
 
 
 def encode_address(address: Address) -> bytes:
+    """The bytes that a rendezvous carries."""
     return msgspec.msgpack.encode(address)
 
 
 def decode_address(blob: bytes, rank: int) -> Address:
     """The address of `rank`; ConfigError if these bytes are not one, or of another version."""
     if len(blob) > MAX_ADDRESS_BYTES:
-        raise ConfigError(f"the address of rank {rank} has {len(blob)} bytes; at most {MAX_ADDRESS_BYTES} are allowed", peer=rank)
+        raise ConfigError(
+            f"the address of rank {rank} has {len(blob)} bytes; at most {MAX_ADDRESS_BYTES} are allowed", peer=rank
+        )
     try:
         address = msgspec.msgpack.decode(blob, type=Address)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"the address of rank {rank} cannot be read ({error}); is its squinchcomm the same?", peer=rank) from None
+        raise ConfigError(
+            f"the address of rank {rank} cannot be read ({error}); is its squinchcomm the same?", peer=rank
+        ) from None
     if address.version != ADDRESS_VERSION:
         raise ConfigError(f"rank {rank} has address version {address.version}, this rank {ADDRESS_VERSION}", peer=rank)
-    if address.tcp is not None and not _TCP.fullmatch(address.tcp) or address.ipc is not None and not _IPC.fullmatch(address.ipc):
+    if (
+        address.tcp is not None
+        and not _TCP.fullmatch(address.tcp)
+        or address.ipc is not None
+        and not _IPC.fullmatch(address.ipc)
+    ):
         raise ConfigError(f"rank {rank} listens at {address.tcp} and {address.ipc}, which no squinchcomm does", peer=rank)
     return address
 
@@ -76,10 +86,12 @@ def resolve(name: str) -> str:
 
 
 def tcp_endpoint(host: str, port: int | str) -> str:
+    """How zmq writes a numeric host and a port."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def tcp_host(endpoint: str) -> str:
+    """The numeric host in such an endpoint."""
     return endpoint.removeprefix("tcp://").rpartition(":")[0].removeprefix("[").removesuffix("]")
 
 
@@ -91,4 +103,5 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
+    """Whether a numeric address stands for all interfaces."""
     return ipaddress.ip_address(host.partition("%")[0]).is_unspecified

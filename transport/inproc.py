@@ -135,6 +135,8 @@ class InprocTransport(Transport):
 
 
 class InprocListener(Listener):
+    """A mailbox that other threads can find by its address."""
+
     def __init__(self, options: TransportOptions) -> None:
         self._options = options
         self._mailbox: Mailbox | None = Mailbox()
@@ -181,7 +183,8 @@ class InprocRendezvous:
     """Threads meet here, each with a blob, and leave with everybody's. Round after round, like a barrier."""
 
     def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
+        self.world_size = world_size
+        self.guests = 0
         self._changed = threading.Condition()
         self._blobs: dict[int, bytes] = {}
         self._round = 0
@@ -192,26 +195,50 @@ class InprocRendezvous:
 
         Raises:
             ConfigError: the rank is out of range or somebody else has it.
-            TimeoutError: names the ranks that did not come.
+            PeerLost: names the ranks that did not come in time.
         """
-        if not 0 <= rank < self._world_size:
-            raise ConfigError(f"rank {rank} is not in a world of {self._world_size}")
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank {rank} is not in a world of {self.world_size}")
         with self._changed:
             if rank in self._blobs:
                 raise ConfigError(f"two callers say they are rank {rank}")
             self._blobs[rank] = blob
             mine = self._round
-            if len(self._blobs) == self._world_size:
-                self._result = [self._blobs[each] for each in range(self._world_size)]
+            if len(self._blobs) == self.world_size:
+                self._result = [self._blobs[each] for each in range(self.world_size)]
                 self._blobs = {}
                 self._round += 1
                 self._changed.notify_all()
                 return list(self._result)
             if not self._changed.wait_for(lambda: self._round > mine, timeout_s):
                 del self._blobs[rank]
-                missing = sorted(set(range(self._world_size)) - set(self._blobs) - {rank})
-                raise TimeoutError(f"ranks {missing} did not come within {timeout_s} s")
+                missing = sorted(set(range(self.world_size)) - set(self._blobs) - {rank})
+                raise PeerLost(
+                    f"no group was formed: ranks {', '.join(map(str, missing))} did not come within {timeout_s:g} s",
+                    rank=rank,
+                    peer=missing[0],
+                )
             return list(self._result)
+
+
+_meetings: dict[tuple[str, str], InprocRendezvous] = {}
+_meetings_lock = threading.Lock()
+
+
+def meet_in_process(key: tuple[str, str], rank: int, world_size: int, blob: bytes, timeout_s: float) -> list[bytes]:
+    """A rendezvous of threads by address and group; see `rendezvous.exchange`."""
+    with _meetings_lock:
+        meeting = _meetings.setdefault(key, InprocRendezvous(world_size))
+        if meeting.world_size != world_size:
+            raise ConfigError(f"rank {rank} expects {world_size} ranks at {key[0]}, others expect {meeting.world_size}")
+        meeting.guests += 1
+    try:
+        return meeting.exchange(rank, blob, timeout_s)
+    finally:
+        with _meetings_lock:
+            meeting.guests -= 1
+            if meeting.guests == 0:
+                del _meetings[key]
 
 
 def _leave(rank: int, mailbox: Mailbox, peers: dict[int, Mailbox], reason: str) -> None:

@@ -113,7 +113,9 @@ def read_key_file(path: str | Path) -> JobKey:
             _check_private(path, status)
             lines = file.read(1024).splitlines()
     except OSError as error:
-        raise ConfigError(f"cannot read the job key file {path}: {error.strerror}; make one with `squinchcomm keygen`") from None
+        raise ConfigError(
+            f"cannot read the job key file {path}: {error.strerror}; make one with `squinchcomm keygen`"
+        ) from None
     for line in lines:
         name, equals, value = line.partition("=")
         if name.strip() == "secret" and equals:

@@ -28,7 +28,7 @@ class Inbox:
     def __init__(self, options: TransportOptions, security: Security) -> None:
         self.context: ZmqContext = acquire_context(options.io_threads)
         self._domain = secrets.token_hex(8)
-        self._retract = self.context.admit(self._domain, security)
+        self.context.admit(self._domain, security)
         self.socket = self.context.zmq.socket(zmq.PULL)
         self.monitor = Monitor(self.context, self.socket, _REJECTIONS)
         self.rejected = 0
@@ -63,7 +63,9 @@ class Inbox:
                 if error.errno == zmq.EADDRINUSE and port < last:
                     continue
                 raise ConfigError(_bind_advice(host, port_range, error)) from None
-            return self.socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+            endpoint = self.socket.get(zmq.LAST_ENDPOINT)
+            assert isinstance(endpoint, bytes)
+            return endpoint.decode().rstrip("\0")
         raise AssertionError("an empty port range")
 
     def close(self) -> None:
@@ -71,7 +73,7 @@ class Inbox:
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close(0)
-        self._retract()
+        self.context.retract(self._domain)
         release_context(self.context)
 
 
@@ -156,7 +158,9 @@ def _interface(bind: str) -> str:
     try:
         host = addresses_.resolve(bind)
     except OSError as error:
-        raise ConfigError(f"bind address {bind!r} does not resolve ({error.strerror}); give the address of an interface") from None
+        raise ConfigError(
+            f"bind address {bind!r} does not resolve ({error.strerror}); give the address of an interface"
+        ) from None
     if addresses_.is_wildcard(host):
         raise ConfigError(f"bind address {bind!r} is no address that peers could be told; give that of one network interface")
     return host

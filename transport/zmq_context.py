@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
 
 import zmq
 
@@ -46,13 +45,17 @@ class ZmqContext:
         replies = self.zmq.socket(zmq.REP)
         replies.set(zmq.LINGER, 0)
         replies.bind("inproc://zeromq.zap.01")
-        self.zap_thread = threading.Thread(target=_answer_zap, args=(replies, self._policies), name="squinchcomm-zap", daemon=True)
+        arguments = (replies, self._policies)
+        self.zap_thread = threading.Thread(target=_answer_zap, args=arguments, name="squinchcomm-zap", daemon=True)
         self.zap_thread.start()
 
-    def admit(self, domain: str, security: Security) -> Callable[[], None]:
-        """Lets connections to `domain` in if `security` admits them; the result takes that back."""
+    def admit(self, domain: str, security: Security) -> None:
+        """Lets connections to `domain` in if `security` admits them."""
         self._policies[domain] = security
-        return lambda: self._policies.pop(domain, None) and None
+
+    def retract(self, domain: str) -> None:
+        """Takes `admit` back."""
+        self._policies.pop(domain, None)
 
     def terminate(self) -> None:
         """Frees everything. All sockets must be closed; waits for their linger."""
@@ -78,7 +81,7 @@ def release_context(context: ZmqContext) -> None:
         if context is not _shared:
             return
         _users -= 1
-        # The garbage collector may bring us here on the ZAP thread, which cannot wait for its own end: leave it to the next user.
+        # The garbage collector may bring us here on the ZAP thread, which cannot wait for its own end.
         if _users > 0 or threading.current_thread() is context.zap_thread:
             return
         _shared = None

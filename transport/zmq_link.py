@@ -47,7 +47,7 @@ class Monitor:
     def events(self) -> list[tuple[int, int]]:
         """What happened since the last call: event and its value (a file descriptor or an error number)."""
         found: list[tuple[int, int]] = []
-        while self.socket.get(zmq.EVENTS) & zmq.POLLIN:
+        while int(self.socket.get(zmq.EVENTS)) & zmq.POLLIN:
             event, value = _EVENT.unpack(self.socket.recv_multipart()[0])
             found.append((event, value))
         return found
@@ -97,7 +97,7 @@ class PeerLink:
             self.socket.close(linger_ms)
 
     def _why_broken(self, peer_timeout_s: float) -> str:
-        """zmq does not say whether the peer hung up or its heartbeat stopped, but our own handle on the connection can tell."""
+        """Asks our own handle on the connection, because zmq does not say whether the peer hung up or its heartbeat stopped."""
         try:
             self.kernel_socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -6,8 +6,9 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,8 @@ class ZmqTransport(Transport, ForkAware):
         for link in links:
             self._links[link.rank] = link
         self._inbox = inbox
-        self._recv_part = inbox.socket.recv
+        self._peer: Callable[[int], PeerLink] = self._link
+        self._recv_part: Callable[..., Any] = inbox.socket.recv
         self._recv_timeout_s = _SLICE_S
         inbox.socket.set(zmq.RCVTIMEO, round(_SLICE_S * 1000))
         self._sent_bytes = [0] * self.world_size
@@ -84,10 +86,13 @@ class ZmqTransport(Transport, ForkAware):
         self._lost: dict[int, str] = {}
         self._news = False
         self._looked_at = 0.0
-        self._woken = threading.Event()
+        self._woken = False
         self._borrowed: list[zmq.MessageTracker | PacedLoan] = []
-        self._pacer = acquire_pacer(options.link_rate) if options.link_rate is not None else None
-        self._put = put if self._pacer is None else self._put_paced
+        self._pacer: Pacer | None = None
+        self._put: Callable[..., zmq.MessageTracker | PacedLoan | None] = put
+        if options.link_rate is not None:
+            self._pacer = acquire_pacer(options.link_rate)
+            self._put = partial(_put_paced, self._pacer)
         self._free = weakref.finalize(self, _free, inbox, list(links), self._pacer, 0)
         self._free.atexit = False
         watch_fork(self)
@@ -140,18 +145,6 @@ class ZmqTransport(Transport, ForkAware):
             self._sent_bytes[link.rank] += _PREFIX_BYTES
             self._put(link, _PREFIX.pack(link.session, self.rank, link.released, 0, kind))
 
-    def _put_paced(self, link: PeerLink, first: bytes, payload: Any = None, borrow: bool = False) -> PacedLoan | None:
-        loan = PacedLoan() if borrow else None
-
-        def release() -> None:
-            tracker = put(link, first, payload, borrow)
-            if loan is not None:
-                loan.start(tracker)
-
-        size = len(first) + (0 if payload is None else memoryview(payload).nbytes)
-        self._pacer.submit(size, release)
-        return loan
-
     # --- receiving
 
     def recv(self, timeout_s: float) -> Frame | None:
@@ -163,10 +156,9 @@ class ZmqTransport(Transport, ForkAware):
                 else:
                     part = self._recv_part()
             except zmq.Again:
-                waited = self._wait(deadline)
-                if waited is None:
+                part = self._wait(deadline)
+                if part is None:
                     return None
-                part = waited
             frame = self._accept(part)
             if frame is not None:
                 return frame
@@ -186,9 +178,10 @@ class ZmqTransport(Transport, ForkAware):
                 return None
             self._set_recv_timeout(min(left_s, _SLICE_S))
             try:
-                return self._recv_part()
+                part: bytes = self._recv_part()
             except zmq.Again:
-                pass
+                continue
+            return part
 
     def _set_recv_timeout(self, timeout_s: float) -> None:
         if timeout_s != self._recv_timeout_s:
@@ -209,7 +202,9 @@ class ZmqTransport(Transport, ForkAware):
         end = _PREFIX_BYTES + header_bytes
         if kind == _WHOLE:
             if self._inbox.socket.get(zmq.RCVMORE) or end > len(part) or header_bytes > 4096:
-                raise self._violation(link, f"a frame of {len(part)} bytes with a header of {header_bytes}, or with extra parts")
+                raise self._violation(
+                    link, f"a frame of {len(part)} bytes with a header of {header_bytes}, or with extra parts"
+                )
             payload = memoryview(part)[end:]
             size = len(part)
         elif kind == _SPLIT:
@@ -258,9 +253,11 @@ class ZmqTransport(Transport, ForkAware):
             link.watch(self._peer_timeout_s)
             if link.suspect is not None and now - link.suspect[1] >= _GRACE_S:
                 self._lose(link, link.suspect[0])
-        returning = self._news or self._woken.is_set()
+        returning = self._news
         self._news = False
-        self._woken.clear()
+        if self._woken:
+            self._woken = False
+            returning = True
         return returning
 
     def _lose(self, link: PeerLink, reason: str) -> None:
@@ -287,7 +284,7 @@ class ZmqTransport(Transport, ForkAware):
         return self._inbox.count_rejections()
 
     def wake(self) -> None:
-        self._woken.set()
+        self._woken = True
 
     def close(self, linger_s: float = 1.0) -> None:
         if not self._free.alive:
@@ -309,13 +306,12 @@ class ZmqTransport(Transport, ForkAware):
     def _retire(self, reason: str) -> None:
         """Makes every later call fail with this reason."""
 
-        def refuse(*_: Any) -> Any:
+        def refuse(*_: Any, **__: Any) -> Any:
             raise CommunicatorAborted(reason, rank=self.rank)
 
-        self._peer = refuse  # type: ignore[method-assign]
-        self._recv_part = refuse
+        self._peer = self._recv_part = refuse
 
-    def _peer(self, peer: int) -> PeerLink:
+    def _link(self, peer: int) -> PeerLink:
         link = self._links[peer]
         if link is None:
             raise ValueError(f"rank {peer} cannot send to itself")
@@ -340,6 +336,19 @@ def put(link: PeerLink, first: bytes, payload: Any = None, borrow: bool = False)
         return tracker if borrow else None
     except zmq.Again:
         return None
+
+
+def _put_paced(pacer: Pacer, link: PeerLink, first: bytes, payload: Any = None, borrow: bool = False) -> PacedLoan | None:
+    """`put`, when the emulated link has room for it."""
+    loan = PacedLoan() if borrow else None
+
+    def release() -> None:
+        tracker = put(link, first, payload, borrow)
+        if loan is not None:
+            loan.start(tracker)
+
+    pacer.submit(len(first) + (0 if payload is None else memoryview(payload).nbytes), release)
+    return loan
 
 
 class PacedLoan:
