@@ -6,7 +6,7 @@ import importlib.util
 
 import typer
 
-from squinchcomm.cli import env, keygen, run
+from squinchcomm.cli import bench, env, keygen, run
 
 app = typer.Typer(
     name="squinchcomm",
@@ -16,6 +16,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(context_settings=run.PASS_THROUGH)(run.run)
+app.command()(bench.bench)
 app.command()(keygen.keygen)
 app.command()(env.env)
 

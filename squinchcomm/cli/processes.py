@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Literal
 
 from squinchcomm.cli.reaper import ENDING_SIGNALS, TOKEN_VARIABLE, Watchdog, die_with, kill_marked, signal_groups
 
@@ -32,7 +32,7 @@ class Job:
         command: Program and arguments of each rank.
         world_size: Ranks to start.
         extra_env: Variables for every rank, above those inherited.
-        prefix: Show the rank in front of each line.
+        output: What happens to lines of output: they get the rank in front, or are kept whole, or ranks write to our streams.
         timeout_s: The job fails after this many seconds; None for never.
         grace_s: Seconds between asking ranks to stop and killing them.
     """
@@ -40,7 +40,7 @@ class Job:
     command: Sequence[str]
     world_size: int
     extra_env: Mapping[str, str] = field(default_factory=dict)
-    prefix: bool = True
+    output: Literal["prefixed", "lines", "inherited"] = "prefixed"
     timeout_s: float | None = None
     grace_s: float = 5.0
 
@@ -134,22 +134,26 @@ class _Running:
 
     def _start(self, watchdog: Watchdog) -> None:
         environments = rank_environments(self.job.world_size, self.token, self.job.extra_env)
+        target = None if self.job.output == "inherited" else subprocess.PIPE
         for rank, environment in enumerate(environments):
             process = subprocess.Popen(
                 self.job.command,
                 env=environment,
                 # A terminal would stop rank 0, which is not in its foreground group, at the first read.
                 stdin=None if rank == 0 and not _is_terminal(sys.stdin) else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdout=target,
+                stderr=target,
                 process_group=0,
                 preexec_fn=die_with(os.getpid()),  # noqa: PLW1509  there are no threads here
             )
             self.processes.append(process)
             watchdog.guard(process.pid)
-            for pipe, target in ((process.stdout, 1), (process.stderr, 2)):
-                assert pipe is not None
-                prefix = _prefix(rank, os.isatty(target)) if self.job.prefix else b""
+            self._read_from(rank, process)
+
+    def _read_from(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        for pipe, target in ((process.stdout, 1), (process.stderr, 2)):
+            if pipe is not None:
+                prefix = _prefix(rank, os.isatty(target)) if self.job.output == "prefixed" else b""
                 self.selector.register(pipe, selectors.EVENT_READ, _Output(pipe, target, prefix))
 
     def _step(self, wakeup: socket.socket) -> None:

@@ -43,7 +43,7 @@ def run(
         command=_command(module, context.args),
         world_size=ranks,
         extra_env=_variables(env or [], emulate_link),
-        prefix=prefix,
+        output="prefixed" if prefix else "lines",
         timeout_s=timeout,
         grace_s=grace,
     )
