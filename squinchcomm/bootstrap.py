@@ -13,7 +13,7 @@ from squinchcomm.communicator import Communicator, Endpoints
 from squinchcomm.config import Config, configure_logging
 from squinchcomm.errors import ConfigError, MismatchError
 from squinchcomm.launch import LaunchInfo, detect
-from squinchcomm.transport import get_backend
+from squinchcomm.transport.registry import get_backend
 from squinchcomm.transport.base import Backend, Listener
 from squinchcomm.transport.options import TransportOptions, parse_rate
 

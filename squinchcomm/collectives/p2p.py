@@ -121,8 +121,7 @@ class PointToPoint:
     def _loop(self) -> None:
         while True:
             with self._lock:
-                while not (self._posted or self._stop or self._sending or self._receiving or self._wanted):
-                    self._lock.wait()
+                self._lock.wait_for(lambda: self._posted or self._stop or self._control or self._pending())
                 posted, self._posted = self._posted, []
                 stop = self._stop
             for message in posted:
@@ -161,8 +160,8 @@ class PointToPoint:
         self._check_peers_and_deadlines()
 
     def _patience(self) -> float:
-        nearest = min((message.deadline for message in self._pending()), default=time.monotonic())
-        return max(0.0, min(_SLICE_S, nearest - time.monotonic()))
+        nearest = min((message.deadline - time.monotonic() for message in self._pending()), default=_SLICE_S)
+        return max(0.0, min(_SLICE_S, nearest))
 
     def _tell(self, peer: int, kind: int, note: Announcement | Answer) -> None:
         self._control.setdefault(peer, deque()).append((kind, msgspec.msgpack.encode(note)))

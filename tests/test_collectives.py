@@ -1,0 +1,109 @@
+"""All collectives over the in-process transport at every world size, and over ZeroMQ."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from squinchcomm.kernels.dtypes import dtype_name
+from squinchcomm.transport.options import TransportOptions
+from tests.conformance import collective_checks as checks
+from tests.worlds import WORLD_SIZES, run_world
+
+WORLDS = [("inproc", size) for size in WORLD_SIZES] + [("zmq-ipc", 3), ("zmq-tcp", 4)]
+FLOATS = [dtype for dtype in checks.DTYPES if dtype.kind in "fV"]
+OTHERS = [dtype for dtype in checks.DTYPES if dtype.kind not in "fV"]
+
+
+@pytest.fixture(params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
+def world(request: Any) -> tuple[Any, int]:
+    name, size = request.param
+    transport, _, scheme = name.partition("-")
+    options = TransportOptions(scheme=scheme) if scheme else None
+    return functools.partial(run_world, transport=transport, options=options), size
+
+
+@pytest.mark.parametrize("op", list(checks.ORACLES))
+def test_allreduce_of_floats(world: Any, op: str) -> None:
+    for dtype in FLOATS:
+        checks.check_allreduce(*world, dtype, op)
+
+
+@pytest.mark.parametrize("op", ["sum", "product", "max"])
+def test_allreduce_of_other_types(world: Any, op: str) -> None:
+    for dtype in OTHERS:
+        if not (dtype.kind == "c" and op == "max"):
+            checks.check_allreduce(*world, dtype, op, (1, 513, 20_011))
+
+
+@pytest.mark.parametrize("codec", ["squinch6", "squinch6-sr", "bf16", "int8"])
+def test_compressed_allreduce(world: Any, codec: str) -> None:
+    checks.check_compressed_allreduce(*world, codec, np.float32, "sum", checks.COUNTS)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, checks.BFLOAT16], ids=lambda dtype: dtype_name(np.dtype(dtype)))
+def test_compressed_allreduce_of_other_floats(world: Any, dtype: Any) -> None:
+    checks.check_compressed_allreduce(*world, "squinch6", dtype, "avg", (1, 513, 100_003))
+
+
+@pytest.mark.parametrize("codec", ["none", "squinch6", "squinch6-sr", "bf16", "int8"])
+def test_nonfinite_values_stay_nonfinite(world: Any, codec: str) -> None:
+    checks.check_nonfinite(*world, codec)
+
+
+def test_extremes(world: Any) -> None:
+    checks.check_extremes(*world)
+
+
+def test_reduce(world: Any) -> None:
+    checks.check_reduce(*world)
+
+
+@pytest.mark.parametrize("codec", [None, "squinch6"])
+def test_reduce_scatter(world: Any, codec: str | None) -> None:
+    checks.check_reduce_scatter(*world, codec)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.bool_, checks.BFLOAT16], ids=lambda dtype: dtype_name(np.dtype(dtype)))
+def test_all_gather(world: Any, dtype: Any) -> None:
+    checks.check_all_gather(*world, dtype)
+
+
+def test_compressed_all_gather(world: Any) -> None:
+    checks.check_compressed_all_gather(*world)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.complex128, checks.BFLOAT16], ids=lambda dtype: dtype_name(np.dtype(dtype)))
+def test_broadcast(world: Any, dtype: Any) -> None:
+    checks.check_broadcast(*world, dtype)
+
+
+def test_gather_and_scatter(world: Any) -> None:
+    checks.check_gather_scatter(*world)
+
+
+def test_all_to_all(world: Any) -> None:
+    checks.check_all_to_all(*world)
+
+
+def test_barrier(world: Any) -> None:
+    checks.check_barrier(*world)
+
+
+def test_views(world: Any) -> None:
+    checks.check_views(*world)
+
+
+def test_async(world: Any) -> None:
+    checks.check_async(*world)
+
+
+def test_messages(world: Any) -> None:
+    checks.check_messages(*world)
+
+
+def test_split(world: Any) -> None:
+    checks.check_split(*world)

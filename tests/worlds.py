@@ -1,0 +1,72 @@
+"""Groups of ranks for tests: threads of this process, over any transport."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from squinchcomm.bootstrap import join
+from squinchcomm.communicator import Communicator
+from squinchcomm.config import Config
+from squinchcomm.transport.inproc import InprocRendezvous
+from squinchcomm.transport.options import TransportOptions
+from squinchcomm.transport.registry import get_backend
+
+WORLD_SIZES = (1, 2, 3, 5, 8)
+
+
+def run_world(
+    world_size: int,
+    body: Callable[[Communicator], Any],
+    *,
+    transport: str = "inproc",
+    options: TransportOptions | None = None,
+    close: bool = True,
+    **settings: Any,
+) -> list[Any]:
+    """Runs `body(comm)` on each of `world_size` ranks in threads of this process and returns what they return, in rank order.
+
+    An exception in a rank is returned in its place if it is a SquinchError expected by the test (see `outcomes`), else
+    raised here after all ranks have ended.
+    """
+    results = outcomes(world_size, body, transport=transport, options=options, close=close, **settings)
+    failed = [result for result in results if isinstance(result, BaseException)]
+    if failed:
+        raise failed[0]
+    return results
+
+
+def outcomes(
+    world_size: int,
+    body: Callable[[Communicator], Any],
+    *,
+    transport: str = "inproc",
+    options: TransportOptions | None = None,
+    close: bool = True,
+    **settings: Any,
+) -> list[Any]:
+    """As `run_world`, with a rank's exception in the place of its result."""
+    config = Config(**settings)
+    rendezvous = InprocRendezvous(world_size)
+    results: list[Any] = [None] * world_size
+
+    def rank_main(rank: int) -> None:
+        try:
+            backend = get_backend(transport, options or TransportOptions())
+            comm = join(backend, rank, lambda blob: rendezvous.exchange(rank, blob, 20.0), config)
+            try:
+                results[rank] = body(comm)
+            finally:
+                if close:
+                    comm.close()
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), name=f"rank{rank}") for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive(), f"{thread.name} hangs; so far: {results}"
+    return results
