@@ -160,12 +160,12 @@ def _tcp(host: str, port: int) -> str:
 
 
 def _from_arguments(rank: int, world_size: int, address: str | None, environ: Environ) -> _Found:
-    local_rank, local_size = _integer(environ, "LOCAL_RANK"), _integer(environ, "LOCAL_WORLD_SIZE")
+    local_rank = local_size = None
     # Ranks that meet on a loopback address or an ipc socket share a machine.
     if address is not None and re.match(r"ipc:|tcp://(127\.|localhost:|\[::1\])", address):
         local_rank, local_size = rank, world_size
-    elif (local_rank is None) != (local_size is None):
-        local_rank = local_size = None
+    elif (environ.get("RANK"), environ.get("WORLD_SIZE")) == (str(rank), str(world_size)):
+        local_rank, local_size = _integer(environ, "LOCAL_RANK"), _integer(environ, "LOCAL_WORLD_SIZE")
     missing = 'give address="tcp://HOST:PORT" (or set SQUINCH_ADDRESS) with a free port on rank 0\'s machine'
     return _Found(rank, world_size, local_rank, local_size, "rank and world_size", missing=missing)
 

@@ -6,7 +6,7 @@ import importlib.util
 
 import typer
 
-from squinchcomm.cli import bench, env, keygen, run
+from squinchcomm.cli import bench, doctor, env, keygen, run
 
 app = typer.Typer(
     name="squinchcomm",
@@ -17,6 +17,7 @@ app = typer.Typer(
 )
 app.command(context_settings=run.PASS_THROUGH)(run.run)
 app.command()(bench.bench)
+app.command()(doctor.doctor)
 app.command()(keygen.keygen)
 app.command()(env.env)
 
