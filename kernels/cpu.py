@@ -1,0 +1,319 @@
+"""The one compiled kernel: any inputs, summed tile by tile in the first cache, to any output.
+
+Encoding, decoding, adding and reducing are all this: read a tile of each input as float32 in the order given, add, scale, add the
+residual, write the tile. One kernel is one compilation and one load from disk, and no operation has arithmetic of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import float32, float64, int64, njit, types, uint8, uint32, uint64
+
+from squinchcomm.kernels import float_lanes as fl
+from squinchcomm.kernels import squinch6_lanes as sq
+from squinchcomm.kernels.kinds import BF16, F16, F32, F32_STREAMED, F64, INT8, NOTHING, SQUINCH, SQUINCH_SR
+from squinchcomm.kernels.lanes import (
+    advance,
+    clear_bytes,
+    copy_bytes,
+    load_f32,
+    load_f64,
+    load_i64,
+    load_pointer,
+    load_u8,
+    load_u32,
+    stack_buffer,
+    store_f32,
+    store_u8,
+    store_u32,
+)
+
+TILE = 512
+TILE_BYTES = 384
+INT8_BLOCK = 128
+LANE_GROUPS = TILE // 16
+INFINITY = 0x7F800000
+# Below this 127 / maximum overflows: such int8 blocks become zeros.
+INT8_SMALLEST = float32(2.0**-118)
+
+# The kernel's scratch memory, by offset: four tiles of float32, one tile of any type, per-block numbers.
+TOTAL, SCALED, DECODED, STAGE, MAXIMA, SCALES, LARGEST, SCRATCH_BYTES = 0, 2048, 4096, 6144, 10240, 10752, 11008, 11072
+_scratch = stack_buffer(SCRATCH_BYTES)
+
+helper: Any = njit(nogil=True, error_model="numpy")
+
+
+@helper
+def _item_bytes(kind: int) -> int:
+    if kind == F64:
+        return 8
+    return 4 if kind == F32 or kind == F32_STREAMED else 2
+
+
+@helper
+def _start(kind, source, total):  # type: ignore[no-untyped-def]
+    if kind == F32:
+        for group in range(LANE_GROUPS):
+            fl.start_f32(source, total, group)
+    elif kind == F64:
+        for group in range(LANE_GROUPS):
+            fl.start_f64(source, total, group)
+    elif kind == F16:
+        for group in range(LANE_GROUPS):
+            fl.start_f16(source, total, group)
+    else:
+        for group in range(LANE_GROUPS):
+            fl.start_bf16(source, total, group)
+
+
+@helper
+def _add(kind, source, total):  # type: ignore[no-untyped-def]
+    if kind == F32:
+        for group in range(LANE_GROUPS):
+            fl.add_f32(source, total, group)
+    elif kind == F64:
+        for group in range(LANE_GROUPS):
+            fl.add_f64(source, total, group)
+    elif kind == F16:
+        for group in range(LANE_GROUPS):
+            fl.add_f16(source, total, group)
+    else:
+        for group in range(LANE_GROUPS):
+            fl.add_bf16(source, total, group)
+
+
+@helper
+def _read_plain(kind, source, tile, used, first, total, stage):  # type: ignore[no-untyped-def]
+    item = _item_bytes(kind)
+    here = advance(source, tile * TILE * item)
+    if used < TILE:
+        clear_bytes(stage, TILE * item)
+        copy_bytes(stage, here, used * item)
+        here = stage
+    if first:
+        _start(kind, here, total)
+    else:
+        _add(kind, here, total)
+
+
+@helper
+def _read_int8(source, count, tile, used, first, total, stage):  # type: ignore[no-untyped-def]
+    blocks = (count + INT8_BLOCK - 1) // INT8_BLOCK
+    codes = advance(source, 4 * blocks + tile * TILE)
+    if used < TILE:
+        clear_bytes(stage, TILE)
+        copy_bytes(stage, codes, used)
+        codes = stage
+    for block in range(4):
+        index = 4 * tile + block
+        scale = load_f32(source, index) if index < blocks else float32(0)
+        for group in range(8 * block, 8 * block + 8):
+            if first:
+                fl.start_int8(codes, total, scale, group)
+            else:
+                fl.add_int8(codes, total, scale, group)
+
+
+@helper
+def _decode_nonfinite(tile, out):  # type: ignore[no-untyped-def]
+    for block in range(64):
+        if load_u8(tile, block) == 255:
+            word = load_u32(tile, 32 + block)
+            signs = load_u8(tile, 64 + block)
+            for value in range(8):
+                code = (word >> uint32(4 * value)) & uint32(15)
+                sign = uint32((signs >> uint8(value)) & uint8(1)) << uint32(31)
+                bits = uint32(0x7FC00000) if code == 15 else uint32(INFINITY) if code == 14 else uint32(0)
+                store_u32(out, 64 * value + block, bits | sign)
+
+
+@helper
+def _read_squinch(source, factor, tile, first, total, decoded, scales, tables):  # type: ignore[no-untyped-def]
+    here = advance(source, tile * TILE_BYTES)
+    sq.block_factors(here, scales, tables)
+    nonfinite = sq.has_nonfinite_block(here) != 0
+    if factor == 1.0 and not nonfinite:
+        for group in range(4):
+            if first:
+                sq.decode_group(here, total, scales, group)
+            else:
+                sq.add_group(here, total, scales, group)
+        return
+    for group in range(4):
+        sq.decode_group(here, decoded, scales, group)
+    if nonfinite:
+        _decode_nonfinite(here, decoded)
+    if factor != 1.0:
+        for group in range(LANE_GROUPS):
+            fl.rescale(decoded, decoded, factor, group)
+    if first:
+        _start(F32, decoded, total)
+    else:
+        _add(F32, decoded, total)
+
+
+@helper
+def _read(kind, source, factor, count, tile, first, total, scratch, tables):  # type: ignore[no-untyped-def]
+    used = min(count - tile * TILE, TILE)
+    stage = advance(scratch, STAGE)
+    if kind <= BF16:
+        _read_plain(kind, source, tile, used, first, total, stage)
+    elif kind == INT8:
+        _read_int8(source, count, tile, used, first, total, stage)
+    else:
+        _read_squinch(source, factor, tile, first, total, advance(scratch, DECODED), advance(scratch, SCALES), tables)
+
+
+@helper
+def _encode_nonfinite(total, out, maxima):  # type: ignore[no-untyped-def]
+    for block in range(64):
+        if load_u32(maxima, block) >= uint32(INFINITY):
+            word = uint32(0)
+            for value in range(8):
+                magnitude = load_u32(total, 64 * value + block) & uint32(0x7FFFFFFF)
+                code = uint32(15) if magnitude > uint32(INFINITY) else uint32(14) if magnitude == uint32(INFINITY) else uint32(0)
+                word |= code << uint32(4 * value)
+            store_u8(out, block, uint8(255))
+            store_u32(out, 32 + block, word)
+
+
+@helper
+def _write_squinch(kind, total, out, tile, seed, scratch, tables):  # type: ignore[no-untyped-def]
+    here = advance(out, tile * TILE_BYTES)
+    maxima, scales = advance(scratch, MAXIMA), advance(scratch, SCALES)
+    for group in range(4):
+        sq.block_maxima(total, here, maxima, advance(scratch, LARGEST), group)
+    sq.block_scales(here, maxima, scales, tables)
+    for group in range(4):
+        if kind == SQUINCH:
+            sq.nearest_codes(total, here, scales, group)
+        else:
+            sq.stochastic_codes(total, here, scales, group, tile, seed)
+    if sq.maxima_nonfinite(maxima) != 0:
+        _encode_nonfinite(total, here, maxima)
+
+
+@helper
+def _write_int8(total, out, count, tile, used, stage):  # type: ignore[no-untyped-def]
+    blocks = (count + INT8_BLOCK - 1) // INT8_BLOCK
+    for block in range((used + INT8_BLOCK - 1) // INT8_BLOCK):
+        bits = fl.largest_magnitude(advance(total, block * INT8_BLOCK * 4))
+        store_u32(stage, 0, bits)
+        largest = load_f32(stage, 0)
+        scale, inverse = largest / float32(127), float32(127) / largest
+        if bits >= uint32(INFINITY):
+            store_u32(out, 4 * tile + block, uint32(0x7FC00000))
+            inverse = float32(0)
+        else:
+            inverse = inverse if largest >= INT8_SMALLEST else float32(0)
+            store_f32(out, 4 * tile + block, scale if largest >= INT8_SMALLEST else float32(0))
+        for group in range(8 * block, 8 * block + 8):
+            fl.write_int8(total, advance(stage, 64), inverse, group)
+    copy_bytes(advance(out, 4 * blocks + tile * TILE), advance(stage, 64), used)
+
+
+@helper
+def _write_plain(kind, total, out, tile, used, stage):  # type: ignore[no-untyped-def]
+    item = _item_bytes(kind)
+    place = advance(out, tile * TILE * item)
+    target = place if used == TILE else stage
+    for group in range(LANE_GROUPS):
+        if kind == F32_STREAMED and used == TILE:
+            fl.stream_f32(total, target, group)
+        elif kind == F32 or kind == F32_STREAMED:
+            fl.start_f32(total, target, group)
+        elif kind == F64:
+            fl.write_f64(total, target, group)
+        elif kind == F16:
+            fl.write_f16(total, target, group)
+        else:
+            fl.write_bf16(total, target, group)
+    if used < TILE:
+        copy_bytes(place, stage, used * item)
+
+
+@helper
+def _write(kind, total, out, count, tile, seed, scratch, tables):  # type: ignore[no-untyped-def]
+    used = min(count - tile * TILE, TILE)
+    if kind == SQUINCH or kind == SQUINCH_SR:
+        _write_squinch(kind, total, out, tile, seed, scratch, tables)
+    elif kind == INT8:
+        _write_int8(total, out, count, tile, used, advance(scratch, STAGE))
+    elif kind == NOTHING:
+        for group in range(4):
+            sq.block_maxima(total, advance(scratch, DECODED), advance(scratch, MAXIMA), advance(scratch, LARGEST), group)
+    else:
+        _write_plain(kind, total, out, tile, used, advance(scratch, STAGE))
+
+
+@helper
+def _keep_residual(kind, total, out, factor, count, tile, residual, scratch, tables):  # type: ignore[no-untyped-def]
+    used = min(count - tile * TILE, TILE)
+    read_kind = SQUINCH if kind == SQUINCH_SR else kind
+    decoded, stage = advance(scratch, SCALED), advance(scratch, STAGE)
+    _read(read_kind, out, factor, count, tile, True, decoded, scratch, tables)
+    for group in range(LANE_GROUPS):
+        fl.lost(total, decoded, stage, group)
+    copy_bytes(advance(residual, tile * TILE * 4), stage, used * 4)
+
+
+@helper
+def _sum(inputs, n_inputs, count, tile, total, scratch, tables):  # type: ignore[no-untyped-def]
+    for i in range(n_inputs):
+        source, factor = load_pointer(inputs, 3 * i + 1), load_f64(inputs, 3 * i + 2)
+        _read(load_i64(inputs, 3 * i), source, factor, count, tile, i == 0, total, scratch, tables)
+
+
+@helper
+def _transform_tile(inputs, n_inputs, count, tile, scale, residual, has_residual, kind, out, factor, back, seed, scratch, tables):  # type: ignore[no-untyped-def]
+    full = count - tile * TILE >= TILE
+    total = advance(scratch, TOTAL)
+    plain = scale == float32(1) and has_residual == 0 and full
+    source = load_pointer(inputs, 1)
+    first_is_f32 = load_i64(inputs, 0) == F32
+    if plain and n_inputs == 1 and first_is_f32:
+        total = advance(source, tile * TILE * 4)
+        sq.prefetch_after(total)
+    else:
+        _sum(inputs, n_inputs, count, tile, total, scratch, tables)
+    if scale != float32(1):
+        for group in range(LANE_GROUPS):
+            fl.multiply(total, scale, group)
+    if has_residual != 0:
+        _read_plain(F32, residual, tile, min(count - tile * TILE, TILE), False, total, advance(scratch, STAGE))
+    written = total
+    if factor != 1.0:
+        written = advance(scratch, SCALED)
+        for group in range(LANE_GROUPS):
+            fl.rescale(total, written, factor, group)
+    _write(kind, written, out, count, tile, seed, scratch, tables)
+    if has_residual == 2:
+        _keep_residual(kind, total, out, back, count, tile, residual, scratch, tables)
+
+
+def transform(inputs, n_inputs, count, scale, residual, has_residual, kind, out, factor, back, seed, direct, tables):  # type: ignore[no-untyped-def]
+    scratch = _scratch()
+    clear_bytes(advance(scratch, LARGEST), 64)
+    for tile in range((count + TILE - 1) // TILE):
+        if direct != 0 and count - tile * TILE >= TILE:
+            # The output is the accumulator: no pass through scratch memory. direct == 2: it is also the first input.
+            total = advance(out, tile * TILE * 4)
+            for i in range(direct - 1, n_inputs):
+                source, input_factor = load_pointer(inputs, 3 * i + 1), load_f64(inputs, 3 * i + 2)
+                _read(load_i64(inputs, 3 * i), source, input_factor, count, tile, i == 0, total, scratch, tables)
+        else:
+            _transform_tile(
+                inputs, n_inputs, count, tile, scale, residual, has_residual, kind, out, factor, back, seed, scratch, tables
+            )
+    if kind == F32_STREAMED:
+        fl.stream_fence()
+    largest = uint32(0)
+    for lane in range(16):
+        largest = max(largest, load_u32(advance(scratch, LARGEST), lane))
+    return largest
+
+
+SIGNATURE = types.uint32(
+    types.voidptr, int64, int64, float32, types.voidptr, int64, int64, types.voidptr, float64, float64, uint64, int64, types.voidptr
+)

@@ -1,0 +1,177 @@
+"""What the built-in codecs share: arguments checked, then one call of the compiled kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from squinchcomm.kernels.arguments import (
+    as_bytes,
+    byte_input,
+    byte_output,
+    element_count,
+    float_array,
+    float_dtype,
+    residual_array,
+)
+from squinchcomm.kernels.codec import Codec
+from squinchcomm.kernels.compile import kernel
+from squinchcomm.kernels.dtypes import FLOAT32, canonical_dtype
+from squinchcomm.kernels.kinds import F32, F32_STREAMED, KIND_OF_DTYPE, NOTHING
+from squinchcomm.kernels.squinch6_tables import TABLES
+
+
+class Input(ctypes.Structure):
+    """One summand as the kernel reads it: encoded inputs are multiplied by `factor` after decoding."""
+
+    _fields_ = (("kind", ctypes.c_int64), ("address", ctypes.c_void_p), ("factor", ctypes.c_double))
+
+
+# Outputs at least this large are written past the caches: they would not stay there, and a store that skips them does not
+# read the line first.
+STREAMED_BYTES = 16 << 20
+_ADD_RESIDUAL, _UPDATE_RESIDUAL = 1, 2
+
+
+class KernelCodec(Codec):
+    """A codec whose bytes the compiled kernel reads and writes as one kind."""
+
+    encoded_kind: ClassVar[int]
+
+    def encode(
+        self,
+        src: np.ndarray,
+        out: np.ndarray | None = None,
+        *,
+        scale: float = 1.0,
+        residual: np.ndarray | None = None,
+        seed: int | None = None,
+    ) -> np.ndarray:
+        float_array(src, "src")
+        residual_array(residual, src.size)
+        out = byte_output(out, self.encoded_nbytes(src.size, src.dtype))
+        inputs = (Input * 1)(_plain_input(src))
+        self._encode_sum(inputs, src.size, out, scale, residual, self._checked_seed(seed), canonical_dtype(src.dtype))
+        return out
+
+    def decode(self, src: Any, count: int, out: np.ndarray | None = None, dtype: Any = FLOAT32) -> np.ndarray:
+        count = element_count(count)
+        out = np.empty(count, float_dtype(dtype, "dtype")) if out is None else float_array(out, "out", size=count, writable=True)
+        encoded = byte_input(src, self.encoded_nbytes(count, out.dtype), "src")
+        self._sum([encoded], [self._encoded_input(encoded, out.dtype)], out, 1.0)
+        return out
+
+    def decode_add(self, src: Any, acc: np.ndarray) -> None:
+        float_array(acc, "acc", writable=True, dtype=FLOAT32)
+        encoded = byte_input(src, self.encoded_nbytes(acc.size, FLOAT32), "src")
+        self._sum([acc, encoded], [_plain_input(acc), self._encoded_input(encoded, FLOAT32)], acc, 1.0)
+
+    def reduce(self, inputs: Sequence[Any], out: np.ndarray, *, scale: float = 1.0) -> np.ndarray:
+        float_array(out, "out", writable=True)
+        arrays, descriptions = self._inputs(inputs, out.size, out.dtype)
+        self._sum(arrays, descriptions, out, scale)
+        return out
+
+    def reduce_encode(
+        self, inputs: Sequence[Any], count: int, out: np.ndarray | None = None, *, scale: float = 1.0, seed: int | None = None
+    ) -> np.ndarray:
+        count = element_count(count)
+        out = byte_output(out, self.encoded_nbytes(count, FLOAT32))
+        arrays, descriptions = self._inputs(inputs, count, FLOAT32)
+        seed = self._checked_seed(seed)
+        self._encode_sum((Input * len(arrays))(*descriptions), count, out, scale, None, seed, FLOAT32)
+        return out
+
+    def _encode_sum(
+        self,
+        inputs: ctypes.Array[Input],
+        count: int,
+        out: np.ndarray,
+        scale: float,
+        residual: np.ndarray | None,
+        seed: int,
+        dtype: np.dtype,
+    ) -> None:
+        """Fills `out` from inputs that stay alive until this returns."""
+        call_kernel(inputs, count, self._kind(dtype), out.ctypes.data, scale=scale, residual=residual, seed=seed)
+
+    def _kind(self, dtype: np.dtype) -> int:
+        return self.encoded_kind
+
+    def _encoded_input(self, encoded: np.ndarray, dtype: Any) -> Input:
+        return Input(self._kind(canonical_dtype(dtype)), encoded.ctypes.data, 1.0)
+
+    def _checked_seed(self, seed: int | None) -> int:
+        return 0
+
+    def _inputs(self, inputs: Sequence[Any], count: int, dtype: Any) -> tuple[list[np.ndarray], list[Input]]:
+        if len(inputs) == 0:
+            raise ValueError("inputs is empty; a sum needs at least one")
+        arrays, descriptions = [], []
+        for i, each in enumerate(inputs):
+            name = f"inputs[{i}]"
+            if isinstance(each, np.ndarray) and each.dtype != np.uint8:
+                arrays.append(float_array(each, name, size=count))
+                descriptions.append(_plain_input(each))
+            else:
+                arrays.append(byte_input(as_bytes(each, name), self.encoded_nbytes(count, dtype), name))
+                descriptions.append(self._encoded_input(arrays[-1], dtype))
+        return arrays, descriptions
+
+    @staticmethod
+    def _sum(arrays: list[np.ndarray], descriptions: list[Input], out: np.ndarray, scale: float) -> None:
+        kind, direct = KIND_OF_DTYPE[canonical_dtype(out.dtype)], 0
+        place = out.ctypes.data
+        shared = [array.ctypes.data == place for array in arrays]
+        if kind == F32 and np.float32(scale) == 1:
+            if not any(shared):
+                direct = 1
+            elif shared[0] and not any(shared[1:]):
+                direct = 2
+        if direct == 1 and out.nbytes >= STREAMED_BYTES and place % 64 == 0:
+            kind, direct = F32_STREAMED, 0
+        call_kernel((Input * len(arrays))(*descriptions), out.size, kind, place, scale=scale, direct=direct)
+
+
+def _plain_input(array: np.ndarray) -> Input:
+    return Input(KIND_OF_DTYPE[canonical_dtype(array.dtype)], array.ctypes.data, 1.0)
+
+
+def call_kernel(
+    inputs: ctypes.Array[Input],
+    count: int,
+    kind: int,
+    place: int,
+    *,
+    scale: float = 1.0,
+    residual: np.ndarray | None = None,
+    factor: float = 1.0,
+    seed: int = 0,
+    direct: int = 0,
+) -> float:
+    """Sums `inputs` into `count` elements of `kind` at address `place`; with kind NOTHING only looks at the sum.
+
+    Returns:
+        The largest magnitude among Squinch blocks that are finite throughout, for kinds that look for it.
+    """
+    mode = 0 if residual is None else _ADD_RESIDUAL if kind == NOTHING else _UPDATE_RESIDUAL
+    largest = kernel()(
+        ctypes.addressof(inputs),
+        len(inputs),
+        count,
+        float(np.float32(scale)),
+        0 if residual is None else residual.ctypes.data,
+        mode,
+        kind,
+        place,
+        factor,
+        1.0 / factor,
+        seed,
+        direct,
+        TABLES.ctypes.data,
+    )
+    return float(np.uint32(largest).view(np.float32))
+

@@ -1,0 +1,95 @@
+"""Codecs by name and by wire id: ours, and third parties' through the entry-point group `squinchcomm.codecs`."""
+
+from __future__ import annotations
+
+import threading
+from importlib.metadata import entry_points
+
+from squinchcomm.errors import ConfigError, WireFormatError
+from squinchcomm.kernels.bf16 import BFloat16
+from squinchcomm.kernels.codec import Codec
+from squinchcomm.kernels.int8 import Int8
+from squinchcomm.kernels.none import Raw
+from squinchcomm.kernels.squinch6 import Squinch6, Squinch6SR
+
+ENTRY_POINT_GROUP = "squinchcomm.codecs"
+OWN_WIRE_IDS = range(64)
+
+_lock = threading.RLock()
+_codecs: dict[str, Codec] = {}
+_plugins_loaded = False
+
+
+def register(codec: Codec) -> None:
+    """Makes `codec` known under its name and wire id.
+
+    Raises:
+        ConfigError: the name or the wire id is taken, or the wire id is one of ours (0..63) or above 255.
+    """
+    _check_wire_id(codec)
+    _add(codec)
+
+
+def get_codec(name: str) -> Codec:
+    """The codec of that name.
+
+    Raises:
+        ConfigError: no built-in, registered or installed codec has the name; the message lists those that exist.
+    """
+    with _lock:
+        if name not in _codecs:
+            _load_plugins()
+        if name not in _codecs:
+            raise ConfigError(f"unknown codec {name!r}; known are {', '.join(_codecs)}")
+        return _codecs[name]
+
+
+def codec_names() -> tuple[str, ...]:
+    """Names of all codecs, installed third-party ones included."""
+    with _lock:
+        _load_plugins()
+        return tuple(_codecs)
+
+
+def codec_by_wire_id(wire_id: int) -> Codec:
+    """The codec whose frames carry that id; WireFormatError if there is none."""
+    with _lock:
+        for attempt in ("known", "installed"):
+            for codec in _codecs.values():
+                if codec.wire_id == wire_id:
+                    return codec
+            if attempt == "known":
+                _load_plugins()
+        raise WireFormatError(f"no codec has wire id {wire_id}; known are {sorted(codec.wire_id for codec in _codecs.values())}")
+
+
+def _load_plugins() -> None:
+    global _plugins_loaded
+    if _plugins_loaded:
+        return
+    _plugins_loaded = True
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            codec = entry_point.load()()
+        except Exception as error:
+            raise ConfigError(f"codec plug-in {entry_point.name!r} ({entry_point.value}) cannot be loaded: {error}") from error
+        register(codec)
+
+
+def _check_wire_id(codec: Codec) -> None:
+    if codec.wire_id in OWN_WIRE_IDS or not 0 <= codec.wire_id <= 255:
+        raise ConfigError(f"codec {codec.name!r} has wire id {codec.wire_id}; third-party codecs take 64..255")
+
+
+def _add(codec: Codec) -> None:
+    with _lock:
+        for known in _codecs.values():
+            if known.name == codec.name:
+                raise ConfigError(f"two codecs are called {codec.name!r}: {type(known).__name__} and {type(codec).__name__}")
+            if known.wire_id == codec.wire_id:
+                raise ConfigError(f"codecs {known.name!r} and {codec.name!r} share wire id {codec.wire_id}")
+        _codecs[codec.name] = codec
+
+
+for _codec in (Raw(), BFloat16(), Int8(), Squinch6(), Squinch6SR()):
+    _add(_codec)

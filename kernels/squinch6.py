@@ -1,0 +1,103 @@
+"""Squinch: blocks of eight values in 48 bits, a logarithmic scale and square-root codes. Format: docs/format.md."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from typing import Any
+
+import numpy as np
+
+from squinchcomm.errors import WireFormatError
+from squinchcomm.kernels.arguments import element_count
+from squinchcomm.kernels.dtypes import FLOAT32
+from squinchcomm.kernels.kernel_codec import Input, KernelCodec, call_kernel
+from squinchcomm.kernels.kinds import NOTHING, SQUINCH, SQUINCH_SR
+from squinchcomm.kernels.squinch6_tables import (
+    EXPONENT_MAX,
+    EXPONENT_MIN,
+    PLAIN_MAX,
+    PLAIN_MIN,
+    TILE_BYTES,
+    TILE_VALUES,
+    TRAILER_BYTES,
+)
+
+_TRAILER = struct.Struct("<i4x")
+_RESERVED = struct.Struct("<4xI")
+
+
+class Squinch6(KernelCodec):
+    """Nearest rounding."""
+
+    name = "squinch6"
+    wire_id = 3
+    wire_version = 1
+    bits_per_element = 6.0
+    tile_size = TILE_VALUES
+    rounding = "nearest"
+    nonfinite_rule = "A block with a NaN or infinity keeps those and decodes its finite elements to 0."
+    error_bound = "|error| <= 6.5 % of the largest magnitude of its block of 8, and <= |x| where the code is 0."
+    encoded_kind = SQUINCH
+
+    def encoded_nbytes(self, count: int, dtype: Any = FLOAT32) -> int:
+        return -(-element_count(count) // TILE_VALUES) * TILE_BYTES + TRAILER_BYTES
+
+    def _encode_sum(
+        self,
+        inputs: ctypes.Array[Input],
+        count: int,
+        out: np.ndarray,
+        scale: float,
+        residual: np.ndarray | None,
+        seed: int,
+        dtype: np.dtype,
+    ) -> None:
+        # Almost every call needs no exponent, so it is encoded before that is known. A residual is updated on the way and
+        # would be lost, so there the magnitudes are looked at first.
+        kind, place = self.encoded_kind, out.ctypes.data
+        first_kind = kind if residual is None else NOTHING
+        exponent = exponent_for(call_kernel(inputs, count, first_kind, place, scale=scale, residual=residual, seed=seed))
+        if exponent or residual is not None:
+            factor = math.ldexp(1.0, -exponent)
+            call_kernel(inputs, count, kind, place, scale=scale, residual=residual, factor=factor, seed=seed)
+        _TRAILER.pack_into(out, out.size - TRAILER_BYTES, exponent)
+
+    def _encoded_input(self, encoded: np.ndarray, dtype: Any) -> Input:
+        return Input(SQUINCH, encoded.ctypes.data, math.ldexp(1.0, read_exponent(encoded)))
+
+
+class Squinch6SR(Squinch6):
+    """Stochastic rounding: the expected decoded value is the value."""
+
+    name = "squinch6-sr"
+    wire_id = 4
+    rounding = "stochastic"
+    error_bound = "|error| < 13 % of the largest magnitude of its block of 8."
+    encoded_kind = SQUINCH_SR
+
+    def _checked_seed(self, seed: int | None) -> int:
+        if seed is None:
+            raise ValueError("seed is None; squinch6-sr needs a 64-bit seed for its random numbers")
+        if not isinstance(seed, (int, np.integer)) or isinstance(seed, bool):
+            raise TypeError(f"seed must be an integer, not {type(seed).__name__}")
+        if not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed is {seed}; it must lie in 0 .. 2**64 - 1")
+        return int(seed)
+
+
+def exponent_for(largest: float) -> int:
+    """The power of two that brings `largest` into [1, 2); 0 if the format covers it without."""
+    if largest == 0 or PLAIN_MIN <= largest <= PLAIN_MAX:
+        return 0
+    return math.frexp(largest)[1] - 1
+
+
+def read_exponent(encoded: np.ndarray) -> int:
+    """The exponent in the trailer of an encoded array; WireFormatError if no encoder writes such a trailer."""
+    start = encoded.size - TRAILER_BYTES
+    (exponent,), (reserved,) = _TRAILER.unpack_from(encoded, start), _RESERVED.unpack_from(encoded, start)
+    if reserved or not EXPONENT_MIN <= exponent <= EXPONENT_MAX:
+        raise WireFormatError(f"squinch trailer has exponent {exponent} and reserved bits {reserved:#x}: not our format")
+    return int(exponent)
