@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +99,33 @@ def test_the_tests_import_these_sources() -> None:
         ROOT / "kernels" / "codec.py",
         ROOT / "transport" / "base.py",
     ]
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_everything(tmp_path: Path) -> None:
+    copy, target = tmp_path / "copy", tmp_path / "target"
+    for name in PACKAGE_ROOTS:
+        shutil.copytree(ROOT / name, copy / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(copy)]
+    subprocess.run(build, check=True, capture_output=True, timeout=100)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    code = "import squinchcomm.kernels.codec, squinchcomm.transport.base as b, squinchcomm.demo.corpus; print(b.__file__)"
+    # -P and the variable: neither this tree nor the editable install may help.
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=os.environ | {"PYTHONPATH": str(target)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert Path(done.stdout.strip()) == target / "squinchcomm" / "transport" / "base.py"
+    assert not {"kernels", "transport"} & {path.name for path in target.iterdir()}
 
 
 def heading_anchors(text: str) -> set[str]:

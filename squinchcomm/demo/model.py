@@ -21,6 +21,9 @@ class Block(nn.Module):
         self.feed_norm = nn.LayerNorm(width)
         self.feed_in = nn.Linear(width, 4 * width)
         self.feed_out = nn.Linear(4 * width, width)
+        # A layer starts as the identity, so that depth does not blow up the first steps.
+        nn.init.zeros_(self.attention_out.weight)
+        nn.init.zeros_(self.feed_out.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """One layer."""
@@ -43,9 +46,6 @@ class ByteTransformer(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         nn.init.normal_(self.embedding.weight, std=0.02)
-        for block in self.blocks:
-            for layer in (block.attention_out, block.feed_out):
-                nn.init.normal_(layer.weight, std=0.02 / (2 * layers) ** 0.5)
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy in nats a byte, over all positions of (batch, time + 1) tokens."""

@@ -20,7 +20,7 @@ class Settings:
     heads: int = 4
     batch: int = 3
     length: int = 64
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     warmup_steps: int = 20
     evaluate_every: int = 25
     evaluation_batches: int = 6  # a rank
