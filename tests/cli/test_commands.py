@@ -1,0 +1,140 @@
+"""keygen, env, doctor and the frame around all commands."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import squinchcomm
+
+
+def test_help_is_quick_and_lists_the_commands() -> None:
+    times = []
+    for _ in range(3):
+        start = time.monotonic()
+        done = squinchcomm("--help")
+        times.append(time.monotonic() - start)
+        assert done.returncode == 0
+    for command in ("run", "bench", "doctor", "env", "keygen", "demo"):
+        assert f" {command} " in done.stdout
+    assert min(times) < 0.8  # 0.15 s on an idle machine
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = "import sys, squinchcomm.cli.app; print(*sys.modules)"
+    done = squinchcomm("run", "-n", "1", "--no-prefix", sys.executable, "-c", code)
+    assert not {"torch", "numba", "zmq", "numpy", "matplotlib"} & set(done.stdout.split())
+
+
+def test_errors_have_no_traceback_unless_traced() -> None:
+    plain = squinchcomm("env", env={"SQUINCH_TIMEOUT": "never"})
+    assert (plain.returncode, plain.stdout) == (2, "")
+    assert plain.stderr.startswith("squinchcomm: error: SQUINCH_TIMEOUT=never is not allowed; give seconds above 0")
+    traced = squinchcomm("env", env={"SQUINCH_TIMEOUT": "never", "SQUINCH_DEBUG": "TRACE"})
+    assert traced.returncode != 0
+    assert "Traceback" in traced.stderr
+
+
+def test_keygen(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "job.key"
+    done = squinchcomm("keygen", path)
+    assert done.returncode == 0, done.stderr
+    assert f"SQUINCH_KEY_FILE={path}" in done.stdout
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    first = path.read_bytes()
+    secret = first.decode().rpartition("=")[2].strip()
+    assert secret not in done.stdout + done.stderr
+
+    refused = squinchcomm("keygen", path)
+    assert refused.returncode == 2
+    assert "--force" in refused.stderr
+    assert path.read_bytes() == first
+
+    assert squinchcomm("keygen", path, "--force").returncode == 0
+    assert path.read_bytes() != first
+    assert [entry.name for entry in path.parent.iterdir()] == ["job.key"]
+
+
+def test_keygen_default_path(tmp_path: Path) -> None:
+    assert squinchcomm("keygen", env={"HOME": str(tmp_path)}).returncode == 0
+    assert (tmp_path / ".config" / "squinchcomm" / "job.key").exists()
+
+
+def test_keygen_where_it_may_not_write() -> None:
+    done = squinchcomm("keygen", "/proc/job.key")
+    assert done.returncode == 2
+    assert "cannot write /proc/job.key" in done.stderr
+
+
+def test_env_shows_values_and_sources() -> None:
+    setting = {"SQUINCH_CODEC": "squinch6", "SQUINCH_JOB_TOKEN": "do-not-show"}
+    done = squinchcomm("env", "--json", env=setting)
+    rows = {row["variable"]: row for row in json.loads(done.stdout)}
+    assert rows["SQUINCH_CODEC"]["value"] == "squinch6"
+    assert rows["SQUINCH_CODEC"]["source"] == "environment"
+    assert rows["SQUINCH_TIMEOUT"] | {"meaning": ""} == {
+        "variable": "SQUINCH_TIMEOUT",
+        "value": "60",
+        "source": "default",
+        "default": "60",
+        "allowed": "seconds above 0",
+        "meaning": "",
+    }
+    table = squinchcomm("env", env=setting).stdout
+    assert any(line.split()[:4] == ["SQUINCH_CODEC", "squinch6", "environment", "none"] for line in table.splitlines())
+    assert "do-not-show" not in table + done.stdout
+    assert len(table.splitlines()) == len(rows) + 1
+
+
+@pytest.fixture(scope="module")
+def healthy() -> dict[str, dict[str, str]]:
+    start = time.monotonic()
+    done = squinchcomm("doctor", "--json", timeout=110)
+    assert time.monotonic() - start < 60  # 20 s on an idle machine
+    report = json.loads(done.stdout)
+    problems = [finding for finding in report["findings"] if finding["level"] == "problem"]
+    assert (done.returncode, report["ok"], problems) == (0, True, [])
+    return {finding["name"]: finding for finding in report["findings"]}
+
+
+def test_doctor_looks_at_everything(healthy: dict[str, dict[str, str]]) -> None:
+    for name in (
+        "python",
+        "numba",
+        "libzmq",
+        "CURVE encryption",
+        "cores",
+        "host identity",
+        "interface lo",
+        "clock",
+        "launcher",
+    ):
+        assert healthy[name]["value"]
+    assert "none: init() makes a world of one" in healthy["launcher"]["value"]
+
+
+def test_doctor_measures(healthy: dict[str, dict[str, str]]) -> None:
+    from squinchcomm.kernels import codec_names
+
+    for name in codec_names():
+        assert "encode" in healthy[name]["value"]
+    for scheme in ("ipc", "tcp"):
+        assert float(healthy[scheme]["value"].split()[0]) > 0.01
+
+
+def test_doctor_reports_problems_with_a_next_step(tmp_path: Path) -> None:
+    key = tmp_path / "job.key"
+    key.write_text("x")
+    key.chmod(0o644)
+    broken = {"SQUINCH_KEY_FILE": str(key), "RANK": "3"}
+    done = squinchcomm("doctor", timeout=110, env=broken)
+    assert done.returncode == 1
+    assert "RANK is set but WORLD_SIZE is not" in done.stdout
+    assert "others can read the job key file" in done.stdout
+    assert "problem" in done.stdout.splitlines()[-1] or "->" in done.stdout
