@@ -23,6 +23,7 @@ class Operation:
         factor: busbw / algbw by world size: what each rank must at least send or receive, as a multiple of the whole array.
         reduces: It takes a reduction.
         rooted: It takes a root.
+        to_root: All that is sent meets at the root.
         encodings: How often a codec is applied to an element; 0 if the collective is always lossless.
         split: "input", "output" or "both" hold one part for each rank while the other side holds a single part; "" if there are no parts.
     """
@@ -30,6 +31,7 @@ class Operation:
     factor: Callable[[int], float]
     reduces: bool = False
     rooted: bool = False
+    to_root: bool = False
     encodings: int = 0
     split: str = ""
 
@@ -40,7 +42,7 @@ OPERATIONS = {
     "all_gather": Operation(lambda n: (n - 1) / n, encodings=1, split="output"),
     "broadcast": Operation(lambda n: 1.0, rooted=True),
     "reduce": Operation(lambda n: 1.0, reduces=True, rooted=True),
-    "gather": Operation(lambda n: (n - 1) / n, rooted=True, split="output"),
+    "gather": Operation(lambda n: (n - 1) / n, rooted=True, to_root=True, split="output"),
     "scatter": Operation(lambda n: (n - 1) / n, rooted=True, split="input"),
     "all_to_all": Operation(lambda n: (n - 1) / n, split="both"),
     "sendrecv": Operation(lambda n: 1.0),

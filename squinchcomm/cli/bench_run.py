@@ -111,7 +111,7 @@ def _measured(comm: Communicator, plan: Plan, trial: Trial, codecs: list[str], p
                 times[iteration, index] = duration
             progress.advance()
     verdicts = [_judged(comm, trial, codec) if plan.check else (None, None) for codec in codecs]
-    slowest, busiest = _maximum(comm, times), _maximum(comm, wires)
+    slowest, sent = _combined(comm, times, "max"), _combined(comm, wires, "sum" if trial.operation.to_root else "max")
     for index, (codec, (wrong, relerr)) in enumerate(zip(codecs, verdicts, strict=True)):
         yield Row(
             op=trial.name,
@@ -123,21 +123,21 @@ def _measured(comm: Communicator, plan: Plan, trial: Trial, codecs: list[str], p
             root=plan.root if trial.operation.rooted else -1,
             times_us=[round(each * 1e6, 3) for each in slowest[:, index]],
             factor=trial.operation.factor(comm.world_size),
-            wire_bytes=int(busiest[index]),
+            wire_bytes=int(sent[index]),
             wrong=wrong,
             max_relerr=relerr,
         )
 
 
 def _once(comm: Communicator, trial: Trial, codec: str) -> tuple[float, int]:
-    """Seconds, and bytes sent or received, whichever is more."""
+    """Seconds, and bytes sent."""
     trial.reset()
     comm.barrier()
-    sent, received = comm.stats.sent_wire_bytes, comm.stats.received_wire_bytes
+    # Not the bytes received: a peer that is ahead may have sent some of its next call already.
+    sent = comm.stats.sent_wire_bytes
     start = time.perf_counter()
     trial.call(codec)
-    duration = time.perf_counter() - start
-    return duration, max(comm.stats.sent_wire_bytes - sent, comm.stats.received_wire_bytes - received)
+    return time.perf_counter() - start, comm.stats.sent_wire_bytes - sent
 
 
 def _judged(comm: Communicator, trial: Trial, codec: str) -> tuple[int, float]:
@@ -151,8 +151,8 @@ def _judged(comm: Communicator, trial: Trial, codec: str) -> tuple[int, float]:
     return int(found[:, 0].sum() + differing), float(found[:, 1].max() / magnitude) if magnitude else 0.0
 
 
-def _maximum(comm: Communicator, array: Any) -> Any:
-    comm.allreduce(array, "max", codec="none")
+def _combined(comm: Communicator, array: Any, reduction: str) -> Any:
+    comm.allreduce(array, reduction, codec="none")
     return array
 
 

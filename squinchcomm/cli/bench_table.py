@@ -44,7 +44,7 @@ class Row:
         root: -1 if it has none.
         times_us: Of each iteration, in microseconds: that of the slowest rank.
         factor: busbw / algbw.
-        wire_bytes: Bytes, headers included, that the busiest rank sent or received, whichever is more, in one call.
+        wire_bytes: Bytes, headers included, that the rank that sends most sent in one call; those of all ranks for gather.
         wrong: Elements out of bounds, on all ranks; None if not checked.
         max_relerr: Largest error as a fraction of the largest expected magnitude; None if not checked.
     """
@@ -79,7 +79,7 @@ class Row:
 
     @property
     def wirebw(self) -> float:
-        """What the busiest rank's link really carried, GB/s."""
+        """What that rank's link really carried, GB/s."""
         return self.wire_bytes / self.time_us / 1e3
 
     @property
@@ -144,8 +144,9 @@ def header(known: dict[str, Any]) -> list[str]:
         f"# machine: {machine['host']}, {machine['processor']}, {settings['cores']} cores, {machine['system']}",
         *(f"# {name}: {value}" for name, value in settings.items() if name != "cores"),
         "# time: slowest rank of each iteration, median over iterations; GB = 1e9 bytes",
-        "# algbw = size / time; busbw = algbw * factor; size is that of the uncompressed array, so busbw may exceed the link;",
-        "# wirebw = wire / time is what the busiest rank's link carried; ratio = size * factor / wire = busbw / wirebw",
+        "# algbw = size / time; busbw = algbw * factor; size is that of the uncompressed array, so busbw may exceed the link",
+        "# wire: what the rank that sends most sends in a call (gather: all ranks); wirebw = wire / time",
+        "# ratio = size * factor / wire = busbw / wirebw; max_relerr: largest error / largest expected magnitude",
     ]
 
 

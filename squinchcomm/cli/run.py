@@ -19,9 +19,7 @@ PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "allow
 def run(
     context: typer.Context,
     ranks: Annotated[int, typer.Option("-n", "--ranks", min=1, max=1024, help="Ranks to start.")] = 2,
-    module: Annotated[
-        str | None, typer.Option("-m", metavar="MODULE", help="Run a Python module, as `python -m` does.")
-    ] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT names a Python module, as for `python -m`.")] = False,
     env: Annotated[
         list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="Variable for all ranks; repeatable.")
     ] = None,
@@ -36,8 +34,11 @@ def run(
 ) -> None:
     """Starts ranks of SCRIPT [ARGS]... on this machine and stops them all when one fails.
 
-    A file ending in .py runs under this Python, anything else as a program. The exit status is that of the rank that
-    failed first, 128 + n if signal n ended it, 124 after the timeout. Standard input goes to rank 0, unless it is a terminal.
+    A file ending in .py runs under this Python, anything else as a program.
+
+    The exit status is that of the rank that failed first, 128 + n if signal n ended it, 124 after the timeout.
+
+    Standard input goes to rank 0, unless it is a terminal.
     """
     job = Job(
         command=_command(module, context.args),
@@ -50,12 +51,12 @@ def run(
     raise typer.Exit(job.run())
 
 
-def _command(module: str | None, arguments: list[str]) -> list[str]:
-    if module is not None:
-        return [sys.executable, "-m", module, *arguments]
+def _command(module: bool, arguments: list[str]) -> list[str]:
     if not arguments:
         raise ConfigError("nothing to run; give a script: squinchcomm run -n 4 script.py")
     program = arguments[0]
+    if module:
+        return [sys.executable, "-m", *arguments]
     if program.endswith(".py"):
         if not os.path.isfile(program):
             raise ConfigError(f"there is no file {program!r}; give the path of a script")

@@ -236,7 +236,7 @@ def test_nothing_outlives_a_killed_launcher(script: Script, mark: str) -> None:
     assert process.stdout is not None
     for _ in range(2):
         process.stdout.readline()
-    assert wait_for(lambda: len(marked(mark)) == 1 + 2 + 4)
+    assert wait_for(lambda: len(marked(mark)) == 2 + 2 + 4)  # launcher and watchdog, ranks, their children
     process.kill()
     process.communicate(timeout=20)
     assert wait_for(lambda: marked(mark) == [], 5)
