@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from squinchcomm.errors import ConfigError, PeerLost
+from squinchcomm.errors import CommunicatorAborted, ConfigError, PeerLost
 
 from .base import Backend, Frame, Listener, Transport
 from .options import TransportOptions
@@ -48,10 +48,11 @@ class Mailbox:
 class InprocFrame(Frame):
     """A frame whose payload is the sender's own memory."""
 
-    __slots__ = ("_mailbox",)
+    __slots__ = ("_mailbox", "_sender")
 
-    def __init__(self, mailbox: Mailbox, peer: int, header: bytes, payload: memoryview) -> None:
+    def __init__(self, mailbox: Mailbox, sender: Mailbox, peer: int, header: bytes, payload: memoryview) -> None:
         self._mailbox = mailbox
+        self._sender = sender
         self.peer = peer
         self.header = header
         self.payload = payload
@@ -59,6 +60,9 @@ class InprocFrame(Frame):
     def release(self) -> None:
         with self._mailbox.changed:
             self._mailbox.held[self.peer] -= 1
+        with self._sender.changed:
+            self._sender.woken = True
+            self._sender.changed.notify_all()
 
 
 class InprocTransport(Transport):
@@ -82,6 +86,10 @@ class InprocTransport(Transport):
         self._vanish.atexit = False
 
     def can_send(self, peer: int) -> bool:
+        if not self._vanish.alive:
+            raise CommunicatorAborted("this communicator is closed", rank=self.rank)
+        if peer == self.rank:
+            raise ValueError(f"rank {peer} cannot send to itself")
         return peer in self._mailbox.lost or self._peers[peer].held.get(self.rank, 0) < self.window
 
     def send(self, peer: int, header: bytes, payload: Any = b"", *, borrow: bool = False) -> None:
@@ -95,10 +103,12 @@ class InprocTransport(Transport):
         if borrow:
             view = memoryview(bytes(view))
         self._sent[peer] += len(header) + len(view)
-        self._peers[peer].deliver(InprocFrame(self._peers[peer], self.rank, bytes(header), view))
+        self._peers[peer].deliver(InprocFrame(self._peers[peer], self._mailbox, self.rank, bytes(header), view))
 
     def recv(self, timeout_s: float) -> Frame | None:
         box = self._mailbox
+        if not self._vanish.alive:
+            raise CommunicatorAborted("this communicator is closed", rank=self.rank)
         with box.changed:
             if timeout_s > 0:
                 box.changed.wait_for(lambda: box.frames or box.woken, timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import weakref
 from collections.abc import Sequence
 
 import zmq
@@ -85,7 +86,9 @@ class ZmqListener(Listener):
         beyond = options.scheme != "ipc" and not addresses_.is_loopback(host)
         self._options = options
         self._security = choose_security(options, beyond_loopback=beyond)
-        self._inbox: Inbox | None = Inbox(options, self._security)
+        self._inbox = Inbox(options, self._security)
+        self._free = weakref.finalize(self, self._inbox.close)
+        self._free.atexit = False
         try:
             self._own = Address(
                 version=addresses_.ADDRESS_VERSION,
@@ -99,14 +102,14 @@ class ZmqListener(Listener):
                 ipc=self._inbox.bind_ipc() if options.scheme != "tcp" else None,
             )
         except BaseException:
-            self.close()
+            self._free()
             raise
         self.address = encode_address(self._own)
 
     def connect(self, rank: int, addresses: Sequence[bytes], timeout_s: float) -> Transport:
-        if self._inbox is None:
+        if self._free.detach() is None:
             raise RuntimeError("this listener is closed or already connected")
-        inbox, self._inbox = self._inbox, None
+        inbox = self._inbox
         try:
             group = [decode_address(blob, peer) for peer, blob in enumerate(addresses)]
             targets = [self._target(peer, address) for peer, address in enumerate(group) if peer != rank]
@@ -119,9 +122,7 @@ class ZmqListener(Listener):
         return ZmqTransport(rank, [address.host for address in group], inbox, links, self._own, self._options)
 
     def close(self) -> None:
-        if self._inbox is not None:
-            self._inbox.close()
-            self._inbox = None
+        self._free()
 
     def _target(self, peer: int, address: Address) -> Target:
         own = self._own

@@ -232,6 +232,7 @@ class ZmqTransport(Transport, ForkAware):
         self._received_bytes[link.rank] += _PREFIX_BYTES
         if kind == _GOODBYE:
             self._lose(link, "closed its communicator")
+        self._news = True  # the window is open again: who waits to send has to know
 
     def _violation(self, link: PeerLink | None, what: str) -> WireFormatError:
         """The error for bytes that no honest peer sends; what is left of their message is thrown away, their sender given up."""
@@ -287,12 +288,11 @@ class ZmqTransport(Transport, ForkAware):
         self._woken = True
 
     def close(self, linger_s: float = 1.0) -> None:
-        if not self._free.alive:
+        if self._free.detach() is None:
             return
         links = [link for link in self._links if link is not None]
         for link in links:
             self._send_bare(link, _GOODBYE)
-        self._free.detach()
         deadline = time.monotonic() + linger_s
         if self._pacer is not None:
             self._pacer.drain(linger_s)
@@ -319,8 +319,8 @@ class ZmqTransport(Transport, ForkAware):
 
 
 def max_message_bytes(options: TransportOptions) -> int:
-    """The largest message part that an honest peer sends."""
-    return max(options.max_payload_bytes, _JOIN_BELOW + 4096 + _PREFIX_BYTES)
+    """The largest message part that an honest peer sends, CURVE's wrapping of 33 bytes included."""
+    return max(options.max_payload_bytes, _JOIN_BELOW + 4096 + _PREFIX_BYTES) + 64
 
 
 def put(link: PeerLink, first: bytes, payload: Any = None, borrow: bool = False) -> zmq.MessageTracker | None:
