@@ -134,7 +134,14 @@ def connect(
     except BaseException:
         first.close(0.0)
         raise
-    return Communicator(backend, (first, second), config, everybody[0].epoch)
+    comm = Communicator(backend, (first, second), config, everybody[0].epoch)
+    try:
+        # Nobody goes on, and perhaps away, before everybody is connected.
+        comm.barrier(timeout_s=config.connect_timeout_s)
+    except BaseException:
+        comm.close()
+        raise
+    return comm
 
 
 def _read(blob: bytes, peer: int) -> Endpoints:

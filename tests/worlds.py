@@ -12,6 +12,7 @@ from squinchcomm.config import Config
 from squinchcomm.transport.inproc import InprocRendezvous
 from squinchcomm.transport.options import TransportOptions
 from squinchcomm.transport.registry import get_backend
+from tests.conformance.faulty import Damage, FaultyBackend
 
 WORLD_SIZES = (1, 2, 3, 5, 8)
 
@@ -22,15 +23,13 @@ def run_world(
     *,
     transport: str = "inproc",
     options: TransportOptions | None = None,
-    close: bool = True,
     **settings: Any,
 ) -> list[Any]:
     """Runs `body(comm)` on each of `world_size` ranks in threads of this process and returns what they return, in rank order.
 
-    An exception in a rank is returned in its place if it is a SquinchError expected by the test (see `outcomes`), else
-    raised here after all ranks have ended.
+    The first rank's exception is raised here after all ranks have ended.
     """
-    results = outcomes(world_size, body, transport=transport, options=options, close=close, **settings)
+    results = outcomes(world_size, body, transport=transport, options=options, **settings)
     failed = [result for result in results if isinstance(result, BaseException)]
     if failed:
         raise failed[0]
@@ -43,10 +42,10 @@ def outcomes(
     *,
     transport: str = "inproc",
     options: TransportOptions | None = None,
-    close: bool = True,
+    damage: dict[int, Damage] | None = None,
     **settings: Any,
 ) -> list[Any]:
-    """As `run_world`, with a rank's exception in the place of its result."""
+    """As `run_world`, with a rank's exception in the place of its result; frames to a rank in `damage` pass through that."""
     config = Config(**settings)
     rendezvous = InprocRendezvous(world_size)
     results: list[Any] = [None] * world_size
@@ -54,12 +53,13 @@ def outcomes(
     def rank_main(rank: int) -> None:
         try:
             backend = get_backend(transport, options or TransportOptions())
+            if damage and rank in damage:
+                backend = FaultyBackend(backend, damage[rank])
             comm = join(backend, rank, lambda blob: rendezvous.exchange(rank, blob, 20.0), config)
             try:
                 results[rank] = body(comm)
             finally:
-                if close:
-                    comm.close()
+                comm.close()
         except BaseException as error:
             results[rank] = error
 
