@@ -16,6 +16,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from squinchcomm.demo import report
+from squinchcomm.demo.records import Run, Settings
+from squinchcomm.demo.report import label
+
 _console = Console()
 
 
@@ -33,9 +37,6 @@ def demo(
         need = f"The demo needs {' and '.join(missing)}. Install with: pip install 'squinchcomm[demo]'"
         _console.print(need, style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2)
-    from squinchcomm.demo import report
-    from squinchcomm.demo.records import Run, Settings
-
     settings = Settings(codecs=["none", codec], steps=steps, link_rate=link, seed=seed)
     out.mkdir(parents=True, exist_ok=True)
     settings.write(out / "settings.json")
@@ -87,29 +88,20 @@ def _tail(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, An
 
 
 def _bars(lines: Iterator[dict[str, Any]], codecs: list[str], steps: int) -> None:
-    from squinchcomm.demo.report import label
-
-    columns = (
-        TextColumn("{task.description:>10}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, TextColumn("{task.fields[loss]}"), console=_console) as progress:
-        tasks = {codec: progress.add_task(label(codec), total=steps, start=False, loss="") for codec in codecs}
+    columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=_console) as progress:
+        task = progress.add_task("starting ranks", total=steps)
         for line in lines:
-            task = tasks[line["codec"]]
-            progress.start_task(task)
-            progress.update(task, completed=line["step"], loss=f"loss {line['loss']:.3f}")
+            progress.update(task, completed=line["step"], description=_losses(line, codecs))
 
 
 def _lines(lines: Iterator[dict[str, Any]], codecs: list[str], steps: int) -> None:
-    from squinchcomm.demo.report import label
-
-    start, every = time.monotonic(), max(1, steps // 6)
+    start, every = time.monotonic(), max(1, steps // 10)
     for line in lines:
         if line["step"] % every == 0 or line["step"] == steps:
-            elapsed = time.monotonic() - start
-            run = f"{label(line['codec'])} ({codecs.index(line['codec']) + 1} of {len(codecs)})"
-            print(f"{elapsed:6.1f} s  {run}: step {line['step']}/{steps}, training loss {line['loss']:.3f}", flush=True)
+            print(f"{time.monotonic() - start:6.1f} s  step {line['step']}/{steps}  {_losses(line, codecs)}", flush=True)
+
+
+def _losses(line: dict[str, Any], codecs: list[str]) -> str:
+    pairs = zip(codecs, line["losses"], strict=True)
+    return "loss: " + ", ".join(f"{label(codec)} {loss:.3f}" for codec, loss in pairs)

@@ -36,7 +36,7 @@ def problems(runs: list[Run]) -> list[str]:
 def table(runs: list[Run], *, ranks: int, link_rate: str) -> Table:
     """A row a quantity, a column a run, and how the last run compares with the first."""
     first = runs[0]
-    title = f"{ranks} ranks, {link_rate} links, {first.parameters / 1e6:.2f} M parameters, {len(first.train_loss)} steps"
+    title = f"{ranks} ranks, {link_rate} links, {first.parameters / 1e6:.2f} M parameters, {len(first.train_loss)} steps taken in turns"
     shown = Table(title=title, title_justify="left")
     shown.add_column("a step: median; a rank: rank 0")
     for run in runs:
