@@ -141,6 +141,7 @@ def header(settings: dict[str, Any]) -> list[str]:
         f"# links: {settings['links']}",
         "# all-reduce, sum. size: bytes of the float32 array, whatever is sent. time: median over n repeats of the slowest rank's time.",
         "# Contenders take turns, repeat by repeat, in the same processes; ratios are medians over pairs (above 1: faster than gloo).",
+        "# Codecs apply from 64 KiB on: below, squinch6 is lossless too.",
         "# gloo-bf16 gets its input in bfloat16 already: conversion from and to float32 is not counted against it.",
         "# limit: 2(n-1)/n * size at the link's rate, without headers. algbw and busbw count float32 bytes and may exceed the link.",
         "# sent: bytes that left a rank's interface, headers and acknowledgements included. rms_err: against a float64 sum.",

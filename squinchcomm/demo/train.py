@@ -41,6 +41,8 @@ class Training:
         )
         self.rng = np.random.default_rng((settings.seed, comm.rank))
         self.run = Run(codec, parameters=self.gradients.numel())
+        # What a first call takes once, such as loading compiled kernels, is not counted to the first step.
+        comm.allreduce(self.gradients, "avg", codec=codec)
 
     def step(self) -> None:
         """One optimizer step on this rank's batch and everybody's gradients."""
