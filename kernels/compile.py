@@ -18,7 +18,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_SOURCES = ("cpu.py", "float_lanes.py", "lanes.py", "squinch6_lanes.py", "squinch6_tables.py", "kinds.py")
+_SOURCES = ("cpu.py", "float_lanes.py", "lanes.py", "squinch6_lanes.py", "squinch6_tables.py", "kinds.py", "int8.py")
 _lock = threading.Lock()
 _kernel: Callable[..., int] | None = None
 _cache_hits = 0

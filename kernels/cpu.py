@@ -12,6 +12,8 @@ from numba import float32, float64, int64, njit, types, uint8, uint32, uint64
 
 from squinchcomm.kernels import float_lanes as fl
 from squinchcomm.kernels import squinch6_lanes as sq
+from squinchcomm.kernels.int8 import BLOCK_VALUES as INT8_BLOCK
+from squinchcomm.kernels.int8 import SMALLEST_MAXIMUM
 from squinchcomm.kernels.kinds import BF16, F16, F32, F32_STREAMED, F64, INT8, NOTHING, SQUINCH, SQUINCH_SR
 from squinchcomm.kernels.lanes import (
     advance,
@@ -31,20 +33,20 @@ from squinchcomm.kernels.lanes import (
 
 TILE = 512
 TILE_BYTES = 384
-INT8_BLOCK = 128
 LANE_GROUPS = TILE // 16
 INFINITY = 0x7F800000
-# Below this 127 / maximum overflows: such int8 blocks become zeros.
-INT8_SMALLEST = float32(2.0**-118)
+INT8_SMALLEST = float32(SMALLEST_MAXIMUM)
 
 # The kernel's scratch memory, by offset: four tiles of float32, one tile of any type, per-block numbers.
 TOTAL, SCALED, DECODED, STAGE, MAXIMA, SCALES, LARGEST, SCRATCH_BYTES = 0, 2048, 4096, 6144, 10240, 10752, 11008, 11072
 _scratch = stack_buffer(SCRATCH_BYTES)
 
 helper: Any = njit(nogil=True, error_model="numpy")
+# A call costs about 10 ns where a tile takes 35: what runs for every tile of the usual calls is inlined.
+inlined: Any = njit(nogil=True, error_model="numpy", forceinline=True)
 
 
-@helper
+@inlined
 def _item_bytes(kind: int) -> int:
     if kind == F64:
         return 8
@@ -128,20 +130,19 @@ def _decode_nonfinite(tile, out):  # type: ignore[no-untyped-def]
                 store_u32(out, 64 * value + block, bits | sign)
 
 
-@helper
-def _read_squinch(source, factor, tile, first, total, decoded, scales, tables):  # type: ignore[no-untyped-def]
+@inlined
+def _read_squinch(source, factor, tile, first, total, decoded, tables):  # type: ignore[no-untyped-def]
     here = advance(source, tile * TILE_BYTES)
-    sq.block_factors(here, scales, tables)
     nonfinite = sq.has_nonfinite_block(here) != 0
     if factor == 1.0 and not nonfinite:
         for group in range(4):
             if first:
-                sq.decode_group(here, total, scales, group)
+                sq.decode_group(here, total, tables, group)
             else:
-                sq.add_group(here, total, scales, group)
+                sq.add_group(here, total, tables, group)
         return
     for group in range(4):
-        sq.decode_group(here, decoded, scales, group)
+        sq.decode_group(here, decoded, tables, group)
     if nonfinite:
         _decode_nonfinite(here, decoded)
     if factor != 1.0:
@@ -153,7 +154,7 @@ def _read_squinch(source, factor, tile, first, total, decoded, scales, tables): 
         _add(F32, decoded, total)
 
 
-@helper
+@inlined
 def _read(kind, source, factor, count, tile, first, total, scratch, tables):  # type: ignore[no-untyped-def]
     used = min(count - tile * TILE, TILE)
     stage = advance(scratch, STAGE)
@@ -162,7 +163,7 @@ def _read(kind, source, factor, count, tile, first, total, scratch, tables):  # 
     elif kind == INT8:
         _read_int8(source, count, tile, used, first, total, stage)
     else:
-        _read_squinch(source, factor, tile, first, total, advance(scratch, DECODED), advance(scratch, SCALES), tables)
+        _read_squinch(source, factor, tile, first, total, advance(scratch, DECODED), tables)
 
 
 @helper
@@ -178,13 +179,12 @@ def _encode_nonfinite(total, out, maxima):  # type: ignore[no-untyped-def]
             store_u32(out, 32 + block, word)
 
 
-@helper
+@inlined
 def _write_squinch(kind, total, out, tile, seed, scratch, tables):  # type: ignore[no-untyped-def]
     here = advance(out, tile * TILE_BYTES)
     maxima, scales = advance(scratch, MAXIMA), advance(scratch, SCALES)
     for group in range(4):
-        sq.block_maxima(total, here, maxima, advance(scratch, LARGEST), group)
-    sq.block_scales(here, maxima, scales, tables)
+        sq.block_scales(total, here, maxima, advance(scratch, LARGEST), scales, tables, group)
     for group in range(4):
         if kind == SQUINCH:
             sq.nearest_codes(total, here, scales, group)
@@ -233,7 +233,7 @@ def _write_plain(kind, total, out, tile, used, stage):  # type: ignore[no-untype
         copy_bytes(place, stage, used * item)
 
 
-@helper
+@inlined
 def _write(kind, total, out, count, tile, seed, scratch, tables):  # type: ignore[no-untyped-def]
     used = min(count - tile * TILE, TILE)
     if kind == SQUINCH or kind == SQUINCH_SR:
@@ -242,7 +242,7 @@ def _write(kind, total, out, count, tile, seed, scratch, tables):  # type: ignor
         _write_int8(total, out, count, tile, used, advance(scratch, STAGE))
     elif kind == NOTHING:
         for group in range(4):
-            sq.block_maxima(total, advance(scratch, DECODED), advance(scratch, MAXIMA), advance(scratch, LARGEST), group)
+            sq.track_maxima(total, advance(scratch, MAXIMA), advance(scratch, LARGEST), group)
     else:
         _write_plain(kind, total, out, tile, used, advance(scratch, STAGE))
 
@@ -265,7 +265,7 @@ def _sum(inputs, n_inputs, count, tile, total, scratch, tables):  # type: ignore
         _read(load_i64(inputs, 3 * i), source, factor, count, tile, i == 0, total, scratch, tables)
 
 
-@helper
+@inlined
 def _transform_tile(inputs, n_inputs, count, tile, scale, residual, has_residual, kind, out, factor, back, seed, scratch, tables):  # type: ignore[no-untyped-def]
     full = count - tile * TILE >= TILE
     total = advance(scratch, TOTAL)
@@ -274,7 +274,6 @@ def _transform_tile(inputs, n_inputs, count, tile, scale, residual, has_residual
     first_is_f32 = load_i64(inputs, 0) == F32
     if plain and n_inputs == 1 and first_is_f32:
         total = advance(source, tile * TILE * 4)
-        sq.prefetch_after(total)
     else:
         _sum(inputs, n_inputs, count, tile, total, scratch, tables)
     if scale != float32(1):

@@ -8,7 +8,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from squinchcomm.kernels.lanes import DOUBLE, FLOAT, HALF, I8, I16, I32, I64, WIDTH, Lanes, address, broadcast, emitter, load, store
+from squinchcomm.kernels.lanes import DOUBLE, FLOAT, HALF, I8, I16, I32, I64, WIDTH, Lanes, address, broadcast, emitter, load, load_ahead, store
 
 FLOAT_MAX_BITS = 0x7F7FFFFF
 
@@ -18,19 +18,23 @@ def _place(builder: Any, base: Any, group: Any, element_bytes: int) -> Any:
 
 
 def _read_f32(builder: Any, base: Any, group: Any) -> Lanes:
+    return load_ahead(builder, FLOAT, _place(builder, base, group, 4))
+
+
+def _scratch_f32(builder: Any, base: Any, group: Any) -> Lanes:
     return load(builder, FLOAT, _place(builder, base, group, 4))
 
 
 def _read_f64(builder: Any, base: Any, group: Any) -> Lanes:
-    return load(builder, DOUBLE, _place(builder, base, group, 8)).to(FLOAT)
+    return load_ahead(builder, DOUBLE, _place(builder, base, group, 8)).to(FLOAT)
 
 
 def _read_f16(builder: Any, base: Any, group: Any) -> Lanes:
-    return load(builder, HALF, _place(builder, base, group, 2)).to(FLOAT)
+    return load_ahead(builder, HALF, _place(builder, base, group, 2)).to(FLOAT)
 
 
 def _read_bf16(builder: Any, base: Any, group: Any) -> Lanes:
-    return (load(builder, I16, _place(builder, base, group, 2)).to(I32) << 16).as_float()
+    return (load_ahead(builder, I16, _place(builder, base, group, 2)).to(I32) << 16).as_float()
 
 
 def _start(read: Callable[..., Lanes], name: str) -> Any:
@@ -60,7 +64,7 @@ start_bf16, add_bf16 = _start(_read_bf16, "bf16"), _add(_read_bf16, "bf16")
 @emitter(types.void, types.voidptr, types.voidptr, types.int64)
 def stream_f32(builder: Any, total: Any, out: Any, group: Any) -> None:
     """float32 written past the caches; `out` is a multiple of 64."""
-    store(_read_f32(builder, total, group), _place(builder, out, group, 4), streaming=True)
+    store(_scratch_f32(builder, total, group), _place(builder, out, group, 4), streaming=True)
 
 
 @emitter(types.void)
@@ -71,18 +75,18 @@ def stream_fence(builder: Any) -> None:
 
 @emitter(types.void, types.voidptr, types.voidptr, types.int64)
 def write_f64(builder: Any, total: Any, out: Any, group: Any) -> None:
-    store(_read_f32(builder, total, group).to(DOUBLE), _place(builder, out, group, 8))
+    store(_scratch_f32(builder, total, group).to(DOUBLE), _place(builder, out, group, 8))
 
 
 @emitter(types.void, types.voidptr, types.voidptr, types.int64)
 def write_f16(builder: Any, total: Any, out: Any, group: Any) -> None:
-    store(_read_f32(builder, total, group).to(HALF), _place(builder, out, group, 2))
+    store(_scratch_f32(builder, total, group).to(HALF), _place(builder, out, group, 2))
 
 
 @emitter(types.void, types.voidptr, types.voidptr, types.int64)
 def write_bf16(builder: Any, total: Any, out: Any, group: Any) -> None:
     """Nearest even; a NaN keeps its upper bits and is made quiet."""
-    bits = _read_f32(builder, total, group).bits()
+    bits = _scratch_f32(builder, total, group).bits()
     upper = bits >> 16
     rounded = (bits + (upper & 1) + 0x7FFF) >> 16
     is_nan = (bits & 0x7FFFFFFF).compare(">", 0x7F800000)
@@ -98,7 +102,7 @@ def multiply(builder: Any, total: Any, factor: Any, group: Any) -> None:
 @emitter(types.void, types.voidptr, types.voidptr, types.float64, types.int64)
 def rescale(builder: Any, source: Any, out: Any, factor: Any, group: Any) -> None:
     """float32(float64(x) * factor), where a finite x stays finite."""
-    x = _read_f32(builder, source, group)
+    x = _scratch_f32(builder, source, group)
     scaled = (x.to(DOUBLE) * broadcast(builder, factor)).to(FLOAT)
     capped = ((x.bits() & 0x80000000) | FLOAT_MAX_BITS).as_float()
     overflowed = (scaled.bits() & 0x7FFFFFFF).compare("==", 0x7F800000) & (x.bits() & 0x7FFFFFFF).compare("<", 0x7F800000)
@@ -108,7 +112,7 @@ def rescale(builder: Any, source: Any, out: Any, factor: Any, group: Any) -> Non
 @emitter(types.void, types.voidptr, types.voidptr, types.voidptr, types.int64)
 def lost(builder: Any, total: Any, decoded: Any, residual: Any, group: Any) -> None:
     """total - decoded, 0 where either is not finite."""
-    exact, coded = _read_f32(builder, total, group), _read_f32(builder, decoded, group)
+    exact, coded = _scratch_f32(builder, total, group), _scratch_f32(builder, decoded, group)
     finite = (exact.bits() & 0x7F800000).compare("<", 0x7F800000) & (coded.bits() & 0x7F800000).compare("<", 0x7F800000)
     store(finite.choose(exact - coded, 0.0), _place(builder, residual, group, 4))
 
@@ -125,7 +129,7 @@ def largest_magnitude(builder: Any, block: Any) -> Any:
 @emitter(types.void, types.voidptr, types.voidptr, types.float32, types.int64)
 def write_int8(builder: Any, total: Any, out: Any, factor: Any, group: Any) -> None:
     """round(x * factor), nearest even, for |x * factor| <= 127.5."""
-    scaled = (_read_f32(builder, total, group) * broadcast(builder, factor)).call("llvm.rint")
+    scaled = (_scratch_f32(builder, total, group) * broadcast(builder, factor)).call("llvm.rint")
     store(scaled.float_to_int().to(I8), _place(builder, out, group, 1))
 
 

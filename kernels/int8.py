@@ -10,6 +10,8 @@ from squinchcomm.kernels.kernel_codec import KernelCodec
 from squinchcomm.kernels.kinds import INT8
 
 BLOCK_VALUES = 128
+# Below this 127 / maximum overflows: such blocks become zeros.
+SMALLEST_MAXIMUM = 2.0**-118
 
 
 class Int8(KernelCodec):

@@ -12,6 +12,7 @@ from squinchcomm.kernels.arguments import (
     as_bytes,
     byte_input,
     byte_output,
+    data_address,
     element_count,
     float_array,
     float_dtype,
@@ -19,8 +20,8 @@ from squinchcomm.kernels.arguments import (
 )
 from squinchcomm.kernels.codec import Codec
 from squinchcomm.kernels.compile import kernel
-from squinchcomm.kernels.dtypes import FLOAT32, canonical_dtype
-from squinchcomm.kernels.kinds import F32, F32_STREAMED, KIND_OF_DTYPE, NOTHING
+from squinchcomm.kernels.dtypes import FLOAT32
+from squinchcomm.kernels.kinds import F32, F32_STREAMED, NOTHING, kind_of
 from squinchcomm.kernels.squinch6_tables import TABLES
 
 
@@ -33,6 +34,9 @@ class Input(ctypes.Structure):
 # Outputs at least this large are written past the caches: they would not stay there, and a store that skips them does not
 # read the line first.
 STREAMED_BYTES = 16 << 20
+_TABLES_ADDRESS = data_address(TABLES)
+# Where sums grow: in scratch memory, in the output, or in an output that is also the first summand.
+_THROUGH_SCRATCH, _IN_OUTPUT, _ONTO_OUTPUT = range(3)
 _ADD_RESIDUAL, _UPDATE_RESIDUAL = 1, 2
 
 
@@ -54,25 +58,26 @@ class KernelCodec(Codec):
         residual_array(residual, src.size)
         out = byte_output(out, self.encoded_nbytes(src.size, src.dtype))
         inputs = (Input * 1)(_plain_input(src))
-        self._encode_sum(inputs, src.size, out, scale, residual, self._checked_seed(seed), canonical_dtype(src.dtype))
+        self._encode_sum(inputs, src.size, out, scale, residual, self._checked_seed(seed), src.dtype)
         return out
 
     def decode(self, src: Any, count: int, out: np.ndarray | None = None, dtype: Any = FLOAT32) -> np.ndarray:
         count = element_count(count)
         out = np.empty(count, float_dtype(dtype, "dtype")) if out is None else float_array(out, "out", size=count, writable=True)
         encoded = byte_input(src, self.encoded_nbytes(count, out.dtype), "src")
-        self._sum([encoded], [self._encoded_input(encoded, out.dtype)], out, 1.0)
+        self._sum([self._encoded_input(encoded, out.dtype)], out, 1.0)
         return out
 
     def decode_add(self, src: Any, acc: np.ndarray) -> None:
         float_array(acc, "acc", writable=True, dtype=FLOAT32)
         encoded = byte_input(src, self.encoded_nbytes(acc.size, FLOAT32), "src")
-        self._sum([acc, encoded], [_plain_input(acc), self._encoded_input(encoded, FLOAT32)], acc, 1.0)
+        self._sum([_plain_input(acc), self._encoded_input(encoded, FLOAT32)], acc, 1.0)
 
     def reduce(self, inputs: Sequence[Any], out: np.ndarray, *, scale: float = 1.0) -> np.ndarray:
         float_array(out, "out", writable=True)
-        arrays, descriptions = self._inputs(inputs, out.size, out.dtype)
-        self._sum(arrays, descriptions, out, scale)
+        alive, descriptions = self._inputs(inputs, out.size, out.dtype)
+        self._sum(descriptions, out, scale)
+        del alive
         return out
 
     def reduce_encode(
@@ -80,9 +85,10 @@ class KernelCodec(Codec):
     ) -> np.ndarray:
         count = element_count(count)
         out = byte_output(out, self.encoded_nbytes(count, FLOAT32))
-        arrays, descriptions = self._inputs(inputs, count, FLOAT32)
+        alive, descriptions = self._inputs(inputs, count, FLOAT32)
         seed = self._checked_seed(seed)
-        self._encode_sum((Input * len(arrays))(*descriptions), count, out, scale, None, seed, FLOAT32)
+        self._encode_sum((Input * len(descriptions))(*descriptions), count, out, scale, None, seed, FLOAT32)
+        del alive
         return out
 
     def _encode_sum(
@@ -96,13 +102,13 @@ class KernelCodec(Codec):
         dtype: np.dtype,
     ) -> None:
         """Fills `out` from inputs that stay alive until this returns."""
-        call_kernel(inputs, count, self._kind(dtype), out.ctypes.data, scale=scale, residual=residual, seed=seed)
+        call_kernel(inputs, count, self._kind(dtype), data_address(out), scale=scale, residual=residual, seed=seed)
 
     def _kind(self, dtype: np.dtype) -> int:
         return self.encoded_kind
 
     def _encoded_input(self, encoded: np.ndarray, dtype: Any) -> Input:
-        return Input(self._kind(canonical_dtype(dtype)), encoded.ctypes.data, 1.0)
+        return Input(self._kind(dtype), data_address(encoded), 1.0)
 
     def _checked_seed(self, seed: int | None) -> int:
         return 0
@@ -122,22 +128,21 @@ class KernelCodec(Codec):
         return arrays, descriptions
 
     @staticmethod
-    def _sum(arrays: list[np.ndarray], descriptions: list[Input], out: np.ndarray, scale: float) -> None:
-        kind, direct = KIND_OF_DTYPE[canonical_dtype(out.dtype)], 0
-        place = out.ctypes.data
-        shared = [array.ctypes.data == place for array in arrays]
-        if kind == F32 and np.float32(scale) == 1:
+    def _sum(descriptions: list[Input], out: np.ndarray, scale: float) -> None:
+        kind, place, direct = kind_of(out.dtype), data_address(out), _THROUGH_SCRATCH
+        if kind == F32 and scale == 1:
+            shared = [description.address == place for description in descriptions]
             if not any(shared):
-                direct = 1
+                direct = _IN_OUTPUT
             elif shared[0] and not any(shared[1:]):
-                direct = 2
-        if direct == 1 and out.nbytes >= STREAMED_BYTES and place % 64 == 0:
-            kind, direct = F32_STREAMED, 0
-        call_kernel((Input * len(arrays))(*descriptions), out.size, kind, place, scale=scale, direct=direct)
+                direct = _ONTO_OUTPUT
+        if direct == _IN_OUTPUT and out.nbytes >= STREAMED_BYTES and place % 64 == 0:
+            kind, direct = F32_STREAMED, _THROUGH_SCRATCH
+        call_kernel((Input * len(descriptions))(*descriptions), out.size, kind, place, scale=scale, direct=direct)
 
 
 def _plain_input(array: np.ndarray) -> Input:
-    return Input(KIND_OF_DTYPE[canonical_dtype(array.dtype)], array.ctypes.data, 1.0)
+    return Input(kind_of(array.dtype), data_address(array), 1.0)
 
 
 def call_kernel(
@@ -151,19 +156,19 @@ def call_kernel(
     factor: float = 1.0,
     seed: int = 0,
     direct: int = 0,
-) -> float:
+) -> int:
     """Sums `inputs` into `count` elements of `kind` at address `place`; with kind NOTHING only looks at the sum.
 
     Returns:
-        The largest magnitude among Squinch blocks that are finite throughout, for kinds that look for it.
+        Float bits of the largest magnitude among Squinch blocks that are finite throughout, for kinds that look for it.
     """
     mode = 0 if residual is None else _ADD_RESIDUAL if kind == NOTHING else _UPDATE_RESIDUAL
-    largest = kernel()(
+    return kernel()(
         ctypes.addressof(inputs),
         len(inputs),
         count,
-        float(np.float32(scale)),
-        0 if residual is None else residual.ctypes.data,
+        scale,
+        0 if residual is None else data_address(residual),
         mode,
         kind,
         place,
@@ -171,7 +176,6 @@ def call_kernel(
         1.0 / factor,
         seed,
         direct,
-        TABLES.ctypes.data,
+        _TABLES_ADDRESS,
     )
-    return float(np.uint32(largest).view(np.float32))
 

@@ -177,6 +177,22 @@ def store(lanes: Lanes, base: Any, nbytes: Any = 0, *, streaming: bool = False) 
         instruction.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
 
 
+PREFETCH_BYTES = 4096
+
+
+def load_ahead(builder: Any, element: Any, base: Any, nbytes: Any = 0) -> Lanes:
+    """`load`, and a request for the line that lies `PREFETCH_BYTES` further on.
+
+    Tiles are read in strides, which is no pattern that hardware prefetchers follow, and they stop at every 4 KiB page. Beyond
+    the end of an array a prefetch is harmless, but its address must not be declared in bounds.
+    """
+    place = address(builder, base, nbytes)
+    signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+    prefetch = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(prefetch, [builder.gep(place, [I64(PREFETCH_BYTES)]), I32(0), I32(3), I32(1)])
+    return load(builder, element, place)
+
+
 def emitter(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     """Makes a Numba intrinsic from `emit(builder, *argument values)`, with fixed types; no result if `emit` returns None."""
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from squinchcomm.kernels.arguments import byte_input, byte_output, element_count, float_array, float_dtype
-from squinchcomm.kernels.dtypes import FLOAT32, canonical_dtype
+from squinchcomm.kernels.dtypes import FLOAT32
 from squinchcomm.kernels.kernel_codec import KernelCodec
-from squinchcomm.kernels.kinds import F32, KIND_OF_DTYPE
+from squinchcomm.kernels.kinds import F32, kind_of
 
 
 class Raw(KernelCodec):
@@ -55,4 +55,4 @@ class Raw(KernelCodec):
         return out
 
     def _kind(self, dtype: np.dtype) -> int:
-        return KIND_OF_DTYPE[canonical_dtype(dtype)]
+        return kind_of(dtype)

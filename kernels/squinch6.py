@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from squinchcomm.errors import WireFormatError
-from squinchcomm.kernels.arguments import element_count
+from squinchcomm.kernels.arguments import data_address, element_count
 from squinchcomm.kernels.dtypes import FLOAT32
 from squinchcomm.kernels.kernel_codec import Input, KernelCodec, call_kernel
 from squinchcomm.kernels.kinds import NOTHING, SQUINCH, SQUINCH_SR
@@ -24,8 +24,9 @@ from squinchcomm.kernels.squinch6_tables import (
     TRAILER_BYTES,
 )
 
-_TRAILER = struct.Struct("<i4x")
-_RESERVED = struct.Struct("<4xI")
+_TRAILER = struct.Struct("<iI")  # exponent, reserved: 0
+
+_PLAIN_MIN_BITS, _PLAIN_MAX_BITS = (int(np.float32(edge).view(np.uint32)) for edge in (PLAIN_MIN, PLAIN_MAX))
 
 
 class Squinch6(KernelCodec):
@@ -56,16 +57,16 @@ class Squinch6(KernelCodec):
     ) -> None:
         # Almost every call needs no exponent, so it is encoded before that is known. A residual is updated on the way and
         # would be lost, so there the magnitudes are looked at first.
-        kind, place = self.encoded_kind, out.ctypes.data
+        kind, place = self.encoded_kind, data_address(out)
         first_kind = kind if residual is None else NOTHING
         exponent = exponent_for(call_kernel(inputs, count, first_kind, place, scale=scale, residual=residual, seed=seed))
         if exponent or residual is not None:
             factor = math.ldexp(1.0, -exponent)
             call_kernel(inputs, count, kind, place, scale=scale, residual=residual, factor=factor, seed=seed)
-        _TRAILER.pack_into(out, out.size - TRAILER_BYTES, exponent)
+        _TRAILER.pack_into(out, out.size - TRAILER_BYTES, exponent, 0)
 
     def _encoded_input(self, encoded: np.ndarray, dtype: Any) -> Input:
-        return Input(SQUINCH, encoded.ctypes.data, math.ldexp(1.0, read_exponent(encoded)))
+        return Input(SQUINCH, data_address(encoded), math.ldexp(1.0, read_exponent(encoded)))
 
 
 class Squinch6SR(Squinch6):
@@ -87,17 +88,17 @@ class Squinch6SR(Squinch6):
         return int(seed)
 
 
-def exponent_for(largest: float) -> int:
-    """The power of two that brings `largest` into [1, 2); 0 if the format covers it without."""
-    if largest == 0 or PLAIN_MIN <= largest <= PLAIN_MAX:
+def exponent_for(magnitude_bits: int) -> int:
+    """The power of two that brings a magnitude, given as float32 bits, into [1, 2); 0 if the format covers it without."""
+    if magnitude_bits == 0 or _PLAIN_MIN_BITS <= magnitude_bits <= _PLAIN_MAX_BITS:
         return 0
-    return math.frexp(largest)[1] - 1
+    (magnitude,) = struct.unpack("<f", struct.pack("<I", magnitude_bits))
+    return math.frexp(magnitude)[1] - 1
 
 
 def read_exponent(encoded: np.ndarray) -> int:
     """The exponent in the trailer of an encoded array; WireFormatError if no encoder writes such a trailer."""
-    start = encoded.size - TRAILER_BYTES
-    (exponent,), (reserved,) = _TRAILER.unpack_from(encoded, start), _RESERVED.unpack_from(encoded, start)
+    exponent, reserved = _TRAILER.unpack_from(encoded, encoded.size - TRAILER_BYTES)
     if reserved or not EXPONENT_MIN <= exponent <= EXPONENT_MAX:
         raise WireFormatError(f"squinch trailer has exponent {exponent} and reserved bits {reserved:#x}: not our format")
     return int(exponent)

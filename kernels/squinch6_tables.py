@@ -29,8 +29,8 @@ M = _scales()
 R = np.divide(np.float32(225), M, out=np.zeros_like(M), where=M > 0)
 D = M / np.float32(225)
 
-# The kernel reads all three through one address.
-TABLES = np.concatenate([M, R, D])
+# What the kernel looks up, one row a q.
+TABLES = np.stack([M, R, np.roll(R, -1), D], axis=1)
 
 _k = np.arange(15)
 # A magnitude u = |x| * R(q) gets code k when NEAREST[k-1] <= u < NEAREST[k].
