@@ -58,8 +58,7 @@ class Transport(ABC):
 
     @abstractmethod
     def recv(self, timeout_s: float) -> Frame | None:
-        """The next frame from any peer, or None after `timeout_s` seconds, after `wake`, when a peer's window has opened, or soon
-        (0.3 s) after a peer is lost.
+        """The next frame from any peer, or None: after `timeout_s` seconds, `wake`, a window that opened, or soon (0.3 s) after a loss.
 
         With 0 it only looks. Frames that arrived before their sender was lost are still delivered.
         """

@@ -20,7 +20,7 @@ from .zmq_context import ZmqContext, acquire_context, release_context
 from .zmq_link import HANDSHAKE_MS, Monitor, Target, connect_links, queue_limit
 from .zmq_transport import ZmqTransport, max_message_bytes
 
-_REJECTIONS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_CONNECTION_ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPT_FAILED
 
 
 class Inbox:
@@ -31,7 +31,8 @@ class Inbox:
         self._domain = secrets.token_hex(8)
         self.context.admit(self._domain, security)
         self.socket = self.context.zmq.socket(zmq.PULL)
-        self.monitor = Monitor(self.context, self.socket, _REJECTIONS)
+        self.monitor = Monitor(self.context, self.socket, _CONNECTION_ENDS)
+        self.callers: dict[int, int] = {}  # file descriptor of a connection: the rank that said hello on it
         self.rejected = 0
         security.set_server(self.socket, self._domain)
         self.socket.set(zmq.RCVHWM, queue_limit(options.window))
@@ -40,12 +41,19 @@ class Inbox:
         self.socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self.socket.set(zmq.BACKLOG, 1024)
 
-    def count_rejections(self) -> int:
-        """Connections that never got past the handshake, so far."""
-        if self.socket.closed:
-            return self.rejected
-        self.rejected += len(self.monitor.events())
-        return self.rejected
+    def hung_up(self) -> list[int]:
+        """Ranks whose connection to us ended since the last call. Connections that ended before their hello go into `rejected`.
+
+        Call it only when the socket has nothing to read, so that every hello has been heard.
+        """
+        ranks = []
+        for _, fd in self.monitor.events():
+            rank = self.callers.pop(fd, None)
+            if rank is None:
+                self.rejected += 1
+            else:
+                ranks.append(rank)
+        return ranks
 
     def bind_ipc(self) -> str:
         endpoint = f"ipc://@squinchcomm-{secrets.token_hex(16)}"
@@ -70,7 +78,6 @@ class Inbox:
         raise AssertionError("an empty port range")
 
     def close(self) -> None:
-        self.count_rejections()
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close(0)

@@ -84,10 +84,14 @@ class PeerLink:
         self.lost: str | None = None
         self.suspect: tuple[str, float] | None = None
 
-    def watch(self, peer_timeout_s: float) -> None:
-        """Reads the monitor; if the connection broke, notes why and since when in `suspect`."""
-        if self.suspect is None and any(event in _FAILURES for event, _ in self.monitor.events()):
+    def watch(self, peer_timeout_s: float, hung_up: bool) -> None:
+        """Reads the monitor; if the connection broke, or the peer's to us did, notes why and since when in `suspect`."""
+        if self.suspect is not None:
+            return
+        if any(event in _FAILURES for event, _ in self.monitor.events()):
             self.suspect = (self._why_broken(peer_timeout_s), time.monotonic())
+        elif hung_up:
+            self.suspect = ("connection closed", time.monotonic())
 
     def close(self, linger_ms: int) -> None:
         self.kernel_socket.close()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Every message starts with: receiver's session, sender's rank, frames of yours that I released, header bytes, kind.
 _PREFIX = struct.Struct("<IIQHBx")
 _PREFIX_BYTES = _PREFIX.size
-_WHOLE, _SPLIT, _CREDIT, _GOODBYE = range(4)
+_WHOLE, _SPLIT, _CREDIT, _GOODBYE, _HELLO = range(5)
 
 _JOIN_BELOW = 32 << 10  # smaller payloads travel in one part with their header
 _SLICE_S = 0.05  # how long a wait sleeps before it looks after wake and lost peers
@@ -96,6 +96,8 @@ class ZmqTransport(Transport, ForkAware):
         self._free = weakref.finalize(self, _free, inbox, list(links), self._pacer, 0)
         self._free.atexit = False
         watch_fork(self)
+        for link in links:
+            self._send_bare(link, _HELLO, b"")
 
     # --- sending
 
@@ -139,11 +141,11 @@ class ZmqTransport(Transport, ForkAware):
             self._borrowed.pop()
         return True
 
-    def _send_bare(self, link: PeerLink, kind: int) -> None:
+    def _send_bare(self, link: PeerLink, kind: int, more: bytes | None = None) -> None:
         if link.lost is None:
             link.reported = link.released
             self._sent_bytes[link.rank] += _PREFIX_BYTES
-            self._put(link, _PREFIX.pack(link.session, self.rank, link.released, 0, kind))
+            self._put(link, _PREFIX.pack(link.session, self.rank, link.released, 0, kind), more)
 
     # --- receiving
 
@@ -227,12 +229,20 @@ class ZmqTransport(Transport, ForkAware):
         return ZmqFrame(self, link, part[_PREFIX_BYTES:end], payload)
 
     def _accept_bare(self, link: PeerLink, part: bytes, kind: int) -> None:
-        if len(part) != _PREFIX_BYTES or kind not in (_CREDIT, _GOODBYE) or self._inbox.socket.get(zmq.RCVMORE):
+        more = bool(self._inbox.socket.get(zmq.RCVMORE))
+        if len(part) != _PREFIX_BYTES or kind not in (_CREDIT, _GOODBYE, _HELLO) or more != (kind == _HELLO):
             raise self._violation(link, f"a message of unknown kind {kind}, or a bare message that is not bare")
         self._received_bytes[link.rank] += _PREFIX_BYTES
         if kind == _GOODBYE:
             self._lose(link, "closed its communicator")
-        self._news = True  # the window is open again: who waits to send has to know
+        elif kind == _HELLO:
+            # Only parts received without a copy know their connection, which is what the second part is for.
+            empty = self._inbox.socket.recv(zmq.NOBLOCK, copy=False)
+            if empty.more or len(empty):
+                raise self._violation(link, "a hello with something behind it")
+            self._inbox.callers[int(empty.get(zmq.SRCFD))] = link.rank
+        else:
+            self._news = True  # the window is open again: who waits to send has to know
 
     def _violation(self, link: PeerLink | None, what: str) -> WireFormatError:
         """The error for bytes that no honest peer sends; what is left of their message is thrown away, their sender given up."""
@@ -248,10 +258,11 @@ class ZmqTransport(Transport, ForkAware):
     def _look_around(self, now: float) -> bool:
         """Reads the monitors; True if recv should return: it was woken, or somebody is lost."""
         self._looked_at = now
+        hung_up = self._inbox.hung_up()
         for link in self._links:
             if link is None or link.lost is not None:
                 continue
-            link.watch(self._peer_timeout_s)
+            link.watch(self._peer_timeout_s, link.rank in hung_up)
             if link.suspect is not None and now - link.suspect[1] >= _GRACE_S:
                 self._lose(link, link.suspect[0])
         returning = self._news
@@ -282,7 +293,7 @@ class ZmqTransport(Transport, ForkAware):
 
     @property
     def rejected_peers(self) -> int:
-        return self._inbox.count_rejections()
+        return self._inbox.rejected
 
     def wake(self) -> None:
         self._woken = True

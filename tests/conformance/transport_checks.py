@@ -179,6 +179,21 @@ def check_window_limits_the_sender(connect: Connect) -> None:
         assert a.can_send(1)
 
 
+def check_opened_window_ends_a_wait(connect: Connect) -> None:
+    with group(connect, 2, window=2) as (a, b):
+        a.send(1, b"")
+        a.send(1, b"")
+        assert not a.can_send(1)
+        frames = receive(b, 2)
+        timer = threading.Timer(0.2, lambda: [frame.release() for frame in frames])
+        timer.start()
+        start = time.monotonic()
+        while not a.can_send(1):
+            assert a.recv(5.0) is None
+        assert time.monotonic() - start < 0.4
+        timer.join()
+
+
 def check_one_way_traffic_flows(connect: Connect) -> None:
     """Nobody answers, so nothing but the transport itself can carry the news of released frames back."""
     with group(connect, 2, window=5) as (a, b):
@@ -317,7 +332,8 @@ def check_bytes_are_counted(connect: Connect) -> None:
             receive(b)[0].release()
         assert 100_026 <= a.sent_bytes[1] < 100_200
         assert b.received_bytes[0] == a.sent_bytes[1]
-        assert a.sent_bytes[2] == a.sent_bytes[0] == 0
+        assert a.sent_bytes[0] == 0
+        assert a.sent_bytes[2] < 100
 
 
 def check_close_is_idempotent_and_final(connect: Connect) -> None:
