@@ -52,23 +52,18 @@ def measure(plan: Plan, json_file: Path | None) -> int:
                 f"-r {plan.root}: there are {comm.world_size} ranks; the root is one of 0 to {comm.world_size - 1}"
             )
         known = bench_table.facts(_settings(comm, plan))
-        say = print if comm.rank == 0 else _nothing
-        say(*bench_table.header(known), sep="\n", flush=True)
-        with _Progress(plan, comm.rank == 0) as progress:
+        with _Screen(plan, comm.rank == 0) as screen:
+            screen.say(*bench_table.header(known))
             for op in plan.ops:
-                for row in _rows(comm, plan, op, progress, say):
+                for row in _rows(comm, plan, op, screen):
                     rows.append(row)
-                    say(row, flush=True)
-        say(*bench_table.footer(rows), sep="\n", flush=True)
+                    screen.say(str(row))
+        screen.say(*bench_table.footer(rows))
         failed = any(row.wrong for row in rows)
         if json_file is not None and comm.rank == 0:
             report = {**known, "ok": not failed, "results": [row.as_json() for row in rows]}
             json_file.write_text(json.dumps(report, indent=1) + "\n")
     return int(failed and comm.rank == 0)
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 def _settings(comm: Communicator, plan: Plan) -> dict[str, Any]:
@@ -88,20 +83,20 @@ def _settings(comm: Communicator, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _rows(comm: Communicator, plan: Plan, op: str, progress: _Progress, say: Any) -> Iterator[Row]:
+def _rows(comm: Communicator, plan: Plan, op: str, screen: _Screen) -> Iterator[Row]:
     operation = OPERATIONS[op]
     if op == "sendrecv" and comm.world_size == 1:
         raise ConfigError("--op sendrecv needs two ranks; give -g 2")
-    say(*bench_table.heading(op, comm.world_size, operation.factor(comm.world_size)), sep="\n", flush=True)
+    screen.say(*bench_table.heading(op, comm.world_size, operation.factor(comm.world_size)))
     codecs = plan.codecs if operation.encodings else ["none"]
     if codecs != plan.codecs:
-        say(f"# {op} is always lossless")
+        screen.say(f"# {op} is always lossless")
     for size in plan.sizes if op != "barrier" else [0]:
         trial = Trial(comm, op, size // canonical_dtype(plan.dtype).itemsize, plan.dtype, plan.reduction, plan.root)
-        yield from _measured(comm, plan, trial, codecs, progress)
+        yield from _measured(comm, plan, trial, codecs, screen)
 
 
-def _measured(comm: Communicator, plan: Plan, trial: Trial, codecs: list[str], progress: _Progress) -> Iterator[Row]:
+def _measured(comm: Communicator, plan: Plan, trial: Trial, codecs: list[str], screen: _Screen) -> Iterator[Row]:
     times = np.zeros((plan.iterations, len(codecs)))
     wires = np.zeros(len(codecs))
     for iteration in range(-plan.warmup, plan.iterations):
@@ -109,7 +104,7 @@ def _measured(comm: Communicator, plan: Plan, trial: Trial, codecs: list[str], p
             duration, wires[index] = _once(comm, trial, codec)
             if iteration >= 0:
                 times[iteration, index] = duration
-            progress.advance()
+            screen.advance()
     verdicts = [_judged(comm, trial, codec) if plan.check else (None, None) for codec in codecs]
     slowest, sent = _combined(comm, times, "max"), _combined(comm, wires, "sum" if trial.operation.to_root else "max")
     for index, (codec, (wrong, relerr)) in enumerate(zip(codecs, verdicts, strict=True)):
@@ -162,8 +157,8 @@ def _everybody(comm: Communicator, values: list[float]) -> Any:
     return table
 
 
-class _Progress:
-    """A bar on stderr, once it has taken two seconds, if that is a terminal and this is rank 0."""
+class _Screen:
+    """What rank 0 shows: lines on stdout, and, if stderr is a terminal, a bar there once it has taken two seconds."""
 
     def __init__(self, plan: Plan, first: bool) -> None:
         rounds = plan.iterations + plan.warmup
@@ -171,23 +166,32 @@ class _Progress:
             (len(plan.sizes) if op != "barrier" else 1) * rounds * (len(plan.codecs) if OPERATIONS[op].encodings else 1)
             for op in plan.ops
         )
-        self._shown = first and sys.stderr.isatty()
+        self._first = first
         self._done, self._start = 0, time.monotonic()
         self._bar: Progress | None = None
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> _Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
+
+    def say(self, *lines: str) -> None:
+        """Prints lines on rank 0."""
+        if not self._first:
+            return
+        if self._bar is not None and sys.stdout.isatty():
+            # Both are on one terminal: rich puts the lines above the bar.
+            self._bar.console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+        else:
+            print(*lines, sep="\n", flush=True)
 
     def advance(self) -> None:
         """One call is done."""
         self._done += 1
-        if not self._shown:
-            return
-        if self._bar is None and time.monotonic() - self._start > _QUIET_S:
+        if self._bar is None and self._first and sys.stderr.isatty() and time.monotonic() - self._start > _QUIET_S:
             self._bar = _bar(self._total)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._done)
@@ -197,8 +201,7 @@ def _bar(total: int) -> Progress:
     from rich.console import Console
     from rich.progress import Progress
 
-    # Rows go through the bar's console only where they would otherwise be written over it.
-    bar = Progress(console=Console(stderr=True), transient=True, redirect_stdout=sys.stdout.isatty())
+    bar = Progress(console=Console(stderr=True), transient=True, redirect_stdout=False)
     bar.add_task("measuring", total=total)
     bar.start()
     return bar
