@@ -13,7 +13,7 @@ from numba import float32, float64, int64, njit, types, uint8, uint32, uint64
 from squinchcomm.kernels import float_lanes as fl
 from squinchcomm.kernels import squinch6_lanes as sq
 from squinchcomm.kernels.int8 import BLOCK_VALUES as INT8_BLOCK
-from squinchcomm.kernels.int8 import SMALLEST_MAXIMUM
+from squinchcomm.kernels.int8 import LARGEST_SCALE, SMALLEST_MAXIMUM
 from squinchcomm.kernels.kinds import BF16, F16, F32, F32_STREAMED, F64, INT8, NOTHING, SQUINCH, SQUINCH_SR
 from squinchcomm.kernels.lanes import (
     advance,
@@ -35,7 +35,7 @@ TILE = 512
 TILE_BYTES = 384
 LANE_GROUPS = TILE // 16
 INFINITY = 0x7F800000
-INT8_SMALLEST = float32(SMALLEST_MAXIMUM)
+INT8_SMALLEST, INT8_LARGEST_SCALE = float32(SMALLEST_MAXIMUM), float32(LARGEST_SCALE)
 
 # The kernel's scratch memory, by offset: four tiles of float32, one tile of any type, per-block numbers.
 TOTAL, SCALED, DECODED, STAGE, MAXIMA, SCALES, LARGEST, SCRATCH_BYTES = 0, 2048, 4096, 6144, 10240, 10752, 11008, 11072
@@ -201,7 +201,7 @@ def _write_int8(total, out, count, tile, used, stage):  # type: ignore[no-untype
         bits = fl.largest_magnitude(advance(total, block * INT8_BLOCK * 4))
         store_u32(stage, 0, bits)
         largest = load_f32(stage, 0)
-        scale, inverse = largest / float32(127), float32(127) / largest
+        scale, inverse = min(largest / float32(127), INT8_LARGEST_SCALE), float32(127) / largest
         if bits >= uint32(INFINITY):
             store_u32(out, 4 * tile + block, uint32(0x7FC00000))
             inverse = float32(0)
@@ -267,12 +267,11 @@ def _sum(inputs, n_inputs, count, tile, total, scratch, tables):  # type: ignore
 
 @inlined
 def _transform_tile(inputs, n_inputs, count, tile, scale, residual, has_residual, kind, out, factor, back, seed, scratch, tables):  # type: ignore[no-untyped-def]
-    full = count - tile * TILE >= TILE
+    used = min(count - tile * TILE, TILE)
     total = advance(scratch, TOTAL)
-    plain = scale == float32(1) and has_residual == 0 and full
+    plain = scale == float32(1) and has_residual == 0 and used == TILE
     source = load_pointer(inputs, 1)
-    first_is_f32 = load_i64(inputs, 0) == F32
-    if plain and n_inputs == 1 and first_is_f32:
+    if plain and n_inputs == 1 and load_i64(inputs, 0) == F32:
         total = advance(source, tile * TILE * 4)
     else:
         _sum(inputs, n_inputs, count, tile, total, scratch, tables)
@@ -280,7 +279,10 @@ def _transform_tile(inputs, n_inputs, count, tile, scale, residual, has_residual
         for group in range(LANE_GROUPS):
             fl.multiply(total, scale, group)
     if has_residual != 0:
-        _read_plain(F32, residual, tile, min(count - tile * TILE, TILE), False, total, advance(scratch, STAGE))
+        _read_plain(F32, residual, tile, used, False, total, advance(scratch, STAGE))
+    if used < TILE:
+        # Padding is +0 whatever scales and foreign bytes made of it: equal values give equal bytes.
+        clear_bytes(advance(total, used * 4), (TILE - used) * 4)
     written = total
     if factor != 1.0:
         written = advance(scratch, SCALED)

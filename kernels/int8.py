@@ -12,6 +12,8 @@ from squinchcomm.kernels.kinds import INT8
 BLOCK_VALUES = 128
 # Below this 127 / maximum overflows: such blocks become zeros.
 SMALLEST_MAXIMUM = 2.0**-118
+# With a larger one code 127 would decode to infinity.
+LARGEST_SCALE = float.fromhex("0x1.020406p+121")
 
 
 class Int8(KernelCodec):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from squinchcomm.kernels.int8 import BLOCK_VALUES, SMALLEST_MAXIMUM
+from squinchcomm.kernels.int8 import BLOCK_VALUES, LARGEST_SCALE, SMALLEST_MAXIMUM
 
 
 def encode(values: np.ndarray) -> np.ndarray:
@@ -13,7 +13,7 @@ def encode(values: np.ndarray) -> np.ndarray:
     largest = np.abs(blocks).max(axis=1)  # NaN if one is
     usable = largest >= SMALLEST_MAXIMUM
     with np.errstate(all="ignore"):
-        scales = np.where(usable, largest / np.float32(127), np.float32(0))
+        scales = np.where(usable, np.minimum(largest / np.float32(127), np.float32(LARGEST_SCALE)), np.float32(0))
         inverse = np.where(usable & np.isfinite(largest), np.float32(127) / largest, np.float32(0))
         codes = np.rint(blocks * inverse[:, None])
     finite = np.isfinite(largest)

@@ -39,7 +39,7 @@ class Squinch6(KernelCodec):
     tile_size = TILE_VALUES
     rounding = "nearest"
     nonfinite_rule = "A block with a NaN or infinity keeps those and decodes its finite elements to 0."
-    error_bound = "|error| <= 6.5 % of the largest magnitude of its block of 8, and <= |x| where the code is 0."
+    error_bound = "|error| <= 6.5 % of the block scale M(q): at most 7.1 % of the largest magnitude of its block of 8."
     encoded_kind = SQUINCH
 
     def encoded_nbytes(self, count: int, dtype: Any = FLOAT32) -> int:
@@ -75,7 +75,7 @@ class Squinch6SR(Squinch6):
     name = "squinch6-sr"
     wire_id = 4
     rounding = "stochastic"
-    error_bound = "|error| < 13 % of the largest magnitude of its block of 8."
+    error_bound = "|error| < 12.9 % of the block scale M(q): less than 15 % of the largest magnitude of its block of 8."
     encoded_kind = SQUINCH_SR
 
     def _checked_seed(self, seed: int | None) -> int:
