@@ -7,7 +7,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from squinchcomm.errors import ConfigError
@@ -34,7 +34,7 @@ class LaunchInfo:
     local_rank: int
     local_world_size: int
     address: str | None
-    job_token: str
+    job_token: str = field(repr=False)
     source: str
 
 

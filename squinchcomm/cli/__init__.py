@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 
 def main() -> None:
@@ -12,6 +13,7 @@ def main() -> None:
     from squinchcomm.cli.app import app
     from squinchcomm.errors import SquinchError
 
+    warnings.showwarning = _show_warning
     try:
         app()
     except SquinchError as error:
@@ -19,3 +21,7 @@ def main() -> None:
             raise
         print(f"squinchcomm: error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"squinchcomm: warning: {message}", file=sys.stderr)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Annotated
 
 import typer
 
+from squinchcomm import __version__
 from squinchcomm.cli import bench, doctor, env, keygen, run
 
 app = typer.Typer(
@@ -15,6 +17,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"squinchcomm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command(context_settings=run.PASS_THROUGH)(run.run)
 app.command()(bench.bench)
 app.command()(doctor.doctor)

@@ -48,7 +48,11 @@ def run(
         timeout_s=timeout,
         grace_s=grace,
     )
-    raise typer.Exit(job.run())
+    try:
+        status = job.run()
+    except OSError as error:
+        raise ConfigError(f"cannot start {job.command[0]!r}: {error.strerror}; is it a program for this machine?") from None
+    raise typer.Exit(status)
 
 
 def _command(module: bool, arguments: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from squinchcomm import __version__
 from tests.cli.command import squinchcomm
 
 
@@ -38,6 +39,19 @@ def test_errors_have_no_traceback_unless_traced() -> None:
     traced = squinchcomm("env", env={"SQUINCH_TIMEOUT": "never", "SQUINCH_DEBUG": "TRACE"})
     assert traced.returncode != 0
     assert "Traceback" in traced.stderr
+
+
+def test_warnings_are_plain() -> None:
+    done = squinchcomm("env", env={"SQUINCH_CODECS": "bf16"})
+    assert done.returncode == 0
+    assert (
+        done.stderr
+        == "squinchcomm: warning: SQUINCH_CODECS is set but is no setting of squinchcomm; did you mean SQUINCH_CODEC?\n"
+    )
+
+
+def test_version() -> None:
+    assert squinchcomm("--version").stdout == f"squinchcomm {__version__}\n"
 
 
 def test_keygen(tmp_path: Path) -> None:

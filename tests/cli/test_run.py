@@ -145,6 +145,15 @@ def test_mistakes(arguments: list[str], message: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_program_that_cannot_run(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/nosuch/interpreter\n")
+    program.chmod(0o755)
+    done = squinchcomm("run", program)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"squinchcomm: error: cannot start '{program}': No such file")
+
+
 def test_standard_input_goes_to_rank_0(script: Script) -> None:
     done = squinchcomm("run", "-n", "2", script("print(rank, repr(sys.stdin.read()))"), stdin=None, input="words")
     assert sorted(done.stdout.splitlines()) == ["[0] 0 'words'", "[1] 1 ''"]
