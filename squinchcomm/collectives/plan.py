@@ -8,8 +8,8 @@ from itertools import accumulate
 # Raw bytes of a chunk: large enough that the cost of a frame does not show, small enough that a chunk stays in cache and that
 # the first and the last one, during which the link idles, do not show either.
 MIN_CHUNK_BYTES = 64 << 10
-MAX_CHUNK_BYTES = 1 << 20
-CHUNKS_PER_SHARD = 8
+MAX_CHUNK_BYTES = 2 << 20
+CHUNKS_PER_SHARD = 4
 
 
 class Plan:
