@@ -224,11 +224,17 @@ class InprocRendezvous:
                 del self._blobs[rank]
                 missing = sorted(set(range(self.world_size)) - set(self._blobs) - {rank})
                 raise PeerLost(
-                    f"no group was formed: ranks {', '.join(map(str, missing))} did not come within {timeout_s:g} s",
+                    f"no group was formed: {named(missing)} did not come within {timeout_s:g} s",
                     rank=rank,
                     peer=missing[0],
                 )
             return list(self._result)
+
+
+def named(ranks: list[int]) -> str:
+    """Ranks in words, the first 16 of them."""
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:16]))}{more}"
 
 
 _meetings: dict[tuple[str, str], InprocRendezvous] = {}

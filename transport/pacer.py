@@ -23,14 +23,14 @@ _users = 0
 class Pacer:
     """Runs one action after another, each at the moment when the last of its bytes would have left a link of this rate.
 
-    The moments come from a virtual clock, so the error of one sleep is not carried into the next: the link is busy until
-    `max(now, busy until) + bytes / rate`.
+    The moments come from a virtual clock, so a sleep that took too long is made up for by the next: the link is busy until
+    `max(submitted at, busy until) + bytes / rate`.
     """
 
     def __init__(self, bits_per_s: float) -> None:
         self.bits_per_s = bits_per_s
         self.lock = threading.RLock()  # held while an action runs
-        self._queue: deque[tuple[int, Callable[[], None]]] = deque()
+        self._queue: deque[tuple[float, int, Callable[[], None]]] = deque()
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="squinchcomm-pacer", daemon=True)
@@ -39,7 +39,7 @@ class Pacer:
     def submit(self, wire_bytes: int, action: Callable[[], None]) -> None:
         """Runs `action` on the pacer's thread once this many bytes more have passed the link. Never blocks."""
         with self._changed:
-            self._queue.append((wire_bytes, action))
+            self._queue.append((time.monotonic(), wire_bytes, action))
             self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
@@ -62,8 +62,8 @@ class Pacer:
                 self._changed.wait_for(lambda: self._queue or self._stopping)
                 if self._stopping:
                     return
-                wire_bytes, action = self._queue.popleft()
-            busy_until = max(time.monotonic(), busy_until) + wire_bytes * 8 / self.bits_per_s
+                submitted_at, wire_bytes, action = self._queue.popleft()
+            busy_until = max(submitted_at, busy_until) + wire_bytes * 8 / self.bits_per_s
             self._sleep_until(busy_until)
             try:
                 with self.lock:

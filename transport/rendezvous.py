@@ -21,7 +21,7 @@ import zmq
 from squinchcomm.errors import ConfigError, PeerLost
 
 from . import address as addresses
-from .inproc import meet_in_process
+from .inproc import meet_in_process, named
 from .options import TransportOptions
 from .security import Security, choose_security
 from .zmq_context import ZmqContext
@@ -30,7 +30,7 @@ from .zmq_link import HANDSHAKE_MS, Monitor
 PROTOCOL = 1
 MAX_BLOB_BYTES = 64 << 10
 _MAX_WORLD = 16384
-_BIND_PATIENCE_S = 2.0  # an earlier round may not have freed the address yet
+_BIND_PATIENCE_S = 1.0  # an earlier round may not have freed the address yet
 _GOODBYE_S = 1.0  # how long to wait for confirmations
 _HEARING_S = 0.5  # after our deadline, for rank 0 to tell who was missing at its own
 _DOMAIN = "rendezvous"
@@ -161,7 +161,7 @@ class _Host:
         self._bind(address, endpoint)
         while missing := self._missing():
             if not self._socket.poll(max(0, round((self._deadline - time.monotonic()) * 1000))):
-                raise self._refuse(f"ranks {_listed(missing)} did not come within {self._timeout_s:g} s", missing)
+                raise self._refuse(f"{named(missing)} did not come within {self._timeout_s:g} s", missing)
             self._seat(*self._socket.recv_multipart()[:2])
         blobs = [self._own.blob, *(self._seats[rank][1].blob for rank in range(1, self._own.world_size))]
         self._tell_all(Welcome(blobs))
@@ -282,9 +282,7 @@ class _Guest:
                     self._confirm()
                     return self._conclude(answer)
         if self._missing:
-            raise _failure(
-                f"ranks {_listed(self._missing)} did not come within {self._timeout_s:g} s", self._missing, self._hello.rank
-            )
+            raise _failure(f"{named(self._missing)} did not come within {self._timeout_s:g} s", self._missing, self._hello.rank)
         reason = f"rank 0 did not answer at {self._address} within {self._timeout_s:g} s: {self._trouble}"
         raise _failure(reason, [0], self._hello.rank)
 
@@ -350,7 +348,3 @@ def _bind_advice(address: str, error: zmq.ZMQError) -> str:
             f"{address} is not an address of this machine, but rank 0 must listen there: use one that `ip address` shows here"
         )
     return f"rank 0 cannot listen at {address}: {error.strerror}"
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")

@@ -33,6 +33,7 @@ _WHOLE, _SPLIT, _CREDIT, _GOODBYE, _HELLO = range(5)
 
 _JOIN_BELOW = 32 << 10  # smaller payloads travel in one part with their header
 _SLICE_S = 0.05  # how long a wait sleeps before it looks after wake and lost peers
+_LAST_FRAME_S = 0.1  # for what the pacer has just released to leave
 _BROKE = "broke the transport protocol"
 _GRACE_S = 0.1  # what a peer sent before its connection broke may still be on its way to us
 
@@ -307,6 +308,7 @@ class ZmqTransport(Transport, ForkAware):
         deadline = time.monotonic() + linger_s
         if self._pacer is not None:
             self._pacer.drain(linger_s)
+            deadline += _LAST_FRAME_S
         self._retire("this communicator is closed")
         _free(self._inbox, links, self._pacer, max(0, round((deadline - time.monotonic()) * 1000)))
 

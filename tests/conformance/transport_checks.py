@@ -19,7 +19,9 @@ from squinchcomm.transport.registry import get_backend
 Connect = Callable[..., list[Transport]]
 
 
-def connect_group(name: str, world_size: int, rewrite: Callable[[int, bytes], bytes] | None = None, **options: Any) -> list[Transport]:
+def connect_group(
+    name: str, world_size: int, rewrite: Callable[[int, bytes], bytes] | None = None, **options: Any
+) -> list[Transport]:
     """A group whose ranks all live in this process. `rewrite(rank, address)` may change what others are told of a rank."""
     listeners = [get_backend(name, TransportOptions(**options)).listen() for _ in range(world_size)]
     told = [listener.address for listener in listeners]
@@ -69,6 +71,11 @@ def receive(transport: Transport, count: int = 1, timeout_s: float = 5.0) -> lis
         if frame is not None:
             frames.append(frame)
     return frames
+
+
+def receive_and_release(transport: Transport) -> None:
+    for frame in receive(transport):
+        frame.release()
 
 
 def await_loss(transport: Transport, peer: int, timeout_s: float) -> float:
@@ -367,11 +374,13 @@ def check_moves_between_threads(connect: Connect) -> None:
     """Calls may come from one thread after another."""
     with group(connect, 2) as (a, b):
         for number in range(20):
-            for work in (lambda number=number: a.send(1, bytes([number]), bytes(40_000)), lambda: receive(b)[0].release()):
-                thread = threading.Thread(target=work)
+            for target, arguments in ((a.send, (1, bytes([number]), bytes(40_000))), (receive_and_release, (b,))):
+                thread = threading.Thread(target=target, args=arguments)
                 thread.start()
                 thread.join()
         assert b.received_bytes[0] > 20 * 40_000
 
 
-CHECKS = [check for name, check in sorted(globals().items()) if name.startswith("check_") and name != "check_listener_can_be_given_up"]
+CHECKS = [
+    check for name, check in sorted(globals().items()) if name.startswith("check_") and name != "check_listener_can_be_given_up"
+]

@@ -61,7 +61,9 @@ def test_rendezvous_goes_round_after_round():
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(map(tuple, seen)) == sorted(3 * [tuple(b"%d/%d" % (rank, round_) for rank in range(3)) for round_ in range(50)])
+    assert sorted(map(tuple, seen)) == sorted(
+        3 * [tuple(b"%d/%d" % (rank, round_) for rank in range(3)) for round_ in range(50)]
+    )
 
 
 def test_rendezvous_names_who_is_missing():

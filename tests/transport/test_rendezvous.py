@@ -33,7 +33,9 @@ def meet(address: str, callers: list[dict[str, Any]], timeout_s: float = 5.0) ->
     """What `exchange` returned or raised for each caller, all at once; `late_s` delays one."""
     results: list[Any] = [None] * len(callers)
 
-    def call(index: int, rank: int, world_size: int, blob: bytes | None = None, late_s: float = 0.0, group: str = "", **options: Any) -> None:
+    def call(
+        index: int, rank: int, world_size: int, blob: bytes | None = None, late_s: float = 0.0, group: str = "", **options: Any
+    ) -> None:
         time.sleep(late_s)
         blob = b"blob of %d" % rank if blob is None else blob
         try:
@@ -55,13 +57,18 @@ def blobs(world_size: int) -> list[bytes]:
     return [b"blob of %d" % rank for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("address", [free_address(), free_address("::1"), "ipc://@squinchcomm-test", "inproc://test", "localhost"])
+@pytest.mark.parametrize(
+    "address", [free_address(), free_address("::1"), "ipc://@squinchcomm-test", "inproc://test", "localhost"]
+)
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_everybody_gets_all_blobs_again_and_again(address, world_size):
     if address == "localhost":
         address = free_address().replace("127.0.0.1", "localhost")
     for _ in range(3):
-        assert meet(address, [{"rank": rank, "world_size": world_size} for rank in range(world_size)]) == [blobs(world_size)] * world_size
+        assert (
+            meet(address, [{"rank": rank, "world_size": world_size} for rank in range(world_size)])
+            == [blobs(world_size)] * world_size
+        )
 
 
 @pytest.mark.parametrize("options", [{"job_token": "t"}, {"security": "curve", "key": KEY}], ids=["token", "curve"])
@@ -109,7 +116,9 @@ def test_unreachable_host_is_an_error_in_time():
     assert time.monotonic() - start < 3.0
 
 
-@pytest.mark.parametrize("address", ["", "localhost:5", "tcp://:5", "tcp://h:0", "tcp://h:70000", "udp://h:5", "ipc:///tmp/x", "tcp://h"])
+@pytest.mark.parametrize(
+    "address", ["", "localhost:5", "tcp://:5", "tcp://h:0", "tcp://h:70000", "udp://h:5", "ipc:///tmp/x", "tcp://h"]
+)
 def test_addresses_that_are_none(address):
     with pytest.raises(ConfigError, match="no rendezvous address"):
         exchange(address, 0, 2, b"", options=TransportOptions(), timeout_s=0.5)
@@ -125,7 +134,7 @@ def test_busy_port_says_what_to_do():
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        address = "tcp://127.0.0.1:%d" % other.getsockname()[1]
+        address = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(ConfigError, match=rf"{address} is in use by another process.*choose another port"):
             exchange(address, 0, 2, b"", options=TransportOptions(), timeout_s=0.3)
 
@@ -147,7 +156,7 @@ def test_duplicate_ranks_are_refused_on_all():
 
 
 def test_second_rank_0_is_told_that_the_address_is_taken():
-    results = meet(free_address(), [{"rank": 0, "world_size": 2}, {"rank": 0, "world_size": 2, "late_s": 0.3}], timeout_s=1.0)
+    results = meet(free_address(), [{"rank": 0, "world_size": 2}, {"rank": 0, "world_size": 2, "late_s": 0.2}], timeout_s=1.6)
     assert isinstance(results[1], ConfigError)
     assert "in use" in str(results[1])
 
@@ -175,7 +184,7 @@ def test_wrong_token_is_refused():
     callers = [{"rank": 0, "world_size": 2, "job_token": "a"}, {"rank": 1, "world_size": 2, "job_token": "b"}]
     results = meet(free_address(), callers, timeout_s=1.0)
     assert "refused our key or token" in str(results[1])
-    assert "ranks 1 did not come" in str(results[0])
+    assert "rank 1 did not come" in str(results[0])
 
 
 def test_wrong_key_fails_in_time():
@@ -185,7 +194,7 @@ def test_wrong_key_fails_in_time():
     assert isinstance(results[0], PeerLost)
 
 
-@pytest.mark.parametrize("message", [b"\xc1", b"\x91\x01", b"x" * 50_000, msgspec.msgpack.encode([1, "0.1.0", "", 2, 1, b"", b"", "more"])])
+@pytest.mark.parametrize("message", [b"\xc1", b"\x91\x01", b"x" * 50_000])
 def test_authenticated_nonsense_is_refused_on_all(message):
     address = free_address()
     context = zmq.Context()

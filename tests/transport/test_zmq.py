@@ -141,7 +141,7 @@ def test_interfaces_that_cannot_be_had(bind, message):
         get_listener(bind=bind, security="none")
 
 
-def test_idle_receiver_with_a_full_window_is_not_lost(seconds: float = 3.5):
+def check_idle_receiver(seconds: float) -> None:
     with checks.group(functools.partial(checks.connect_group, "zmq"), 2, scheme="tcp", peer_timeout_s=1.0) as (a, b):
         while a.can_send(1):
             a.send(1, b"", bytes(1 << 20))
@@ -153,9 +153,13 @@ def test_idle_receiver_with_a_full_window_is_not_lost(seconds: float = 3.5):
         assert not b.lost
 
 
+def test_idle_receiver_with_a_full_window_is_not_lost():
+    check_idle_receiver(3.5)
+
+
 @pytest.mark.slow
 def test_idle_receiver_with_a_full_window_is_not_lost_for_long():
-    test_idle_receiver_with_a_full_window_is_not_lost(10.0)
+    check_idle_receiver(10.0)
 
 
 def get_listener(**options):

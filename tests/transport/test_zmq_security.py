@@ -87,7 +87,9 @@ def test_strangers_never_reach_the_parser(options, who):
 
 
 @pytest.mark.parametrize("options", [PLAIN, CURVE], ids=["plain", "curve"])
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000, os.urandom(3000), b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL"])
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 5000, os.urandom(3000), b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL"]
+)
 def test_garbage_on_the_port_is_counted(options, garbage):
     with besieged(**options) as (a, b, endpoint, _):
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -245,9 +247,14 @@ def test_fuzzed_messages_never_do_worse_than_an_error():
 
         @settings(max_examples=200, suppress_health_check=list(HealthCheck))
         @given(
-            session_=st.sampled_from([session, 0]), sender=st.sampled_from([0, 1, 2]), released=st.integers(0, 3),
-            header=st.integers(0, 40), kind=st.integers(0, 4), body=st.binary(max_size=60), parts=st.lists(st.binary(max_size=9), max_size=2),
-        )  # fmt: skip
+            session_=st.sampled_from([session, 0]),
+            sender=st.sampled_from([0, 1, 2]),
+            released=st.integers(0, 3),
+            header=st.integers(0, 40),
+            kind=st.integers(0, 5),
+            body=st.binary(max_size=60),
+            parts=st.lists(st.binary(max_size=9), max_size=2),
+        )
         def fuzz(session_, sender, released, header, kind, body, parts):
             push.send_multipart([PREFIX.pack(session_, sender, released, header, kind) + body, *parts])
             try:
@@ -294,9 +301,9 @@ def test_file_that_is_no_key_file_is_refused(tmp_path, content):
 
 
 def test_missing_key_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="No such file.*squinchcomm keygen"):
+    with pytest.raises(ConfigError, match=r"No such file.*squinchcomm keygen"):
         read_key_file(tmp_path / "none")
-    with pytest.raises(ConfigError, match="directory|regular"):
+    with pytest.raises(ConfigError, match=r"directory|regular"):
         read_key_file(tmp_path)
 
 
