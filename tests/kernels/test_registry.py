@@ -1,0 +1,91 @@
+"""Codecs are found by name and wire id; installed ones too; nothing is found twice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from squinchcomm.errors import ConfigError, WireFormatError
+from squinchcomm.kernels import codec_by_wire_id, codec_names, get_codec, register, registry
+from squinchcomm.kernels.bf16 import BFloat16
+from squinchcomm.kernels.none import Raw
+
+
+class Foreign(Raw):
+    name = "foreign"
+    wire_id = 77
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_codecs", dict(registry._codecs))
+    monkeypatch.setattr(registry, "_plugins_loaded", False)
+
+
+def _install(monkeypatch: pytest.MonkeyPatch, value: str) -> list[str]:
+    asked: list[str] = []
+
+    def entry_points(*, group: str) -> list[EntryPoint]:
+        asked.append(group)
+        return [EntryPoint("foreign", value, group)]
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+    return asked
+
+
+def test_own_codecs() -> None:
+    ids = {"none": 0, "bf16": 1, "int8": 2, "squinch6": 3, "squinch6-sr": 4}
+    assert {name: get_codec(name).wire_id for name in ids} == ids
+    assert all(codec_by_wire_id(wire_id) is get_codec(name) for name, wire_id in ids.items())
+    assert set(ids) <= set(codec_names())
+
+
+def test_unknown_name_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match="'zip'.*none, bf16, int8, squinch6, squinch6-sr"):
+        get_codec("zip")
+    with pytest.raises(WireFormatError, match="200"):
+        codec_by_wire_id(200)
+
+
+def test_entry_points_are_asked_for_unknown_names_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _install(monkeypatch, f"{__name__}:Foreign")
+    get_codec("squinch6")
+    codec_by_wire_id(3)
+    assert asked == []
+    assert get_codec("foreign").wire_id == 77
+    assert codec_by_wire_id(77) is get_codec("foreign")
+    assert asked == ["squinchcomm.codecs"]
+
+
+def test_broken_plug_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(monkeypatch, "no_such_module:Codec")
+    with pytest.raises(ConfigError, match=r"'foreign' \(no_such_module:Codec\)"):
+        get_codec("foreign")
+
+
+@pytest.mark.parametrize(
+    ("name", "wire_id", "message"),
+    [("bf16", 99, "two codecs are called 'bf16'"), ("mine", 3, "64..255"), ("mine", 256, "64..255"), ("mine", 77, "share wire id 77")],
+)
+def test_clashes_are_refused(name: str, wire_id: int, message: str) -> None:
+    register(Foreign())
+
+    class Clash(BFloat16):
+        pass
+
+    clash: Any = Clash()
+    clash.name, clash.wire_id = name, wire_id
+    with pytest.raises(ConfigError, match=message):
+        register(clash)
+
+
+def test_import_needs_neither_numba_nor_a_compilation() -> None:
+    script = (
+        "import sys, squinchcomm.kernels as k; k.get_codec('squinch6').encoded_nbytes(5); "
+        "assert not {'numba', 'llvmlite'} & set(sys.modules), 'imported'"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
