@@ -17,7 +17,7 @@ def float_dtype(dtype: Any, name: str) -> np.dtype:
     """The canonical dtype; TypeError if codecs do not take it."""
     canonical = canonical_dtype(dtype)
     if canonical not in FLOAT_DTYPES:
-        allowed = ", ".join(map(dtype_name, FLOAT_DTYPES))
+        allowed = ", ".join(dtype_name(each) for each in FLOAT_DTYPES)
         raise TypeError(f"{name} has dtype {dtype_name(canonical)}; codecs take {allowed}")
     return canonical
 
@@ -65,7 +65,7 @@ def byte_input(source: Any, nbytes: int, name: str) -> np.ndarray:
 def data_address(array: np.ndarray) -> int:
     """Where the first element lies: 0.3 us where `array.ctypes.data` takes 1.2, and a call needs several."""
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
     except (TypeError, ValueError, BufferError):  # read-only, empty, or of a dtype that the buffer protocol does not know
         return int(array.__array_interface__["data"][0])
 

@@ -85,7 +85,7 @@ def _compiled() -> Any:
             return found
 
     signature = cpu.SIGNATURE
-    function = CFunc(cpu.transform, (signature.args, signature.return_type), {}, {"error_model": "numpy"})
+    function: Any = CFunc(cpu.transform, (signature.args, signature.return_type), {}, {"error_model": "numpy"})
     with contextlib.ExitStack() as cleanup:
         try:
             function._cache = LockedCache(cpu.transform, cleanup)

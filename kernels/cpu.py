@@ -4,6 +4,9 @@ Encoding, decoding, adding and reducing are all this: read a tile of each input 
 residual, write the tile. One kernel is one compilation and one load from disk, and no operation has arithmetic of its own.
 """
 
+# Numba infers the types of what follows; annotations would be ignored.
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 from typing import Any
@@ -47,14 +50,14 @@ inlined: Any = njit(nogil=True, error_model="numpy", forceinline=True)
 
 
 @inlined
-def _item_bytes(kind: int) -> int:
+def _item_bytes(kind):
     if kind == F64:
         return 8
-    return 4 if kind == F32 or kind == F32_STREAMED else 2
+    return 4 if kind in (F32, F32_STREAMED) else 2
 
 
 @helper
-def _start(kind, source, total):  # type: ignore[no-untyped-def]
+def _start(kind, source, total):
     if kind == F32:
         for group in range(LANE_GROUPS):
             fl.start_f32(source, total, group)
@@ -70,7 +73,7 @@ def _start(kind, source, total):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _add(kind, source, total):  # type: ignore[no-untyped-def]
+def _add(kind, source, total):
     if kind == F32:
         for group in range(LANE_GROUPS):
             fl.add_f32(source, total, group)
@@ -86,7 +89,7 @@ def _add(kind, source, total):  # type: ignore[no-untyped-def]
 
 
 @helper
-def _read_plain(kind, source, tile, used, first, total, stage):  # type: ignore[no-untyped-def]
+def _read_plain(kind, source, tile, used, first, total, stage):
     item = _item_bytes(kind)
     here = advance(source, tile * TILE * item)
     if used < TILE:
@@ -100,7 +103,7 @@ def _read_plain(kind, source, tile, used, first, total, stage):  # type: ignore[
 
 
 @helper
-def _read_int8(source, count, tile, used, first, total, stage):  # type: ignore[no-untyped-def]
+def _read_int8(source, count, tile, used, first, total, stage):
     blocks = (count + INT8_BLOCK - 1) // INT8_BLOCK
     codes = advance(source, 4 * blocks + tile * TILE)
     if used < TILE:
@@ -118,7 +121,7 @@ def _read_int8(source, count, tile, used, first, total, stage):  # type: ignore[
 
 
 @helper
-def _decode_nonfinite(tile, out):  # type: ignore[no-untyped-def]
+def _decode_nonfinite(tile, out):
     for block in range(64):
         if load_u8(tile, block) == 255:
             word = load_u32(tile, 32 + block)
@@ -131,7 +134,7 @@ def _decode_nonfinite(tile, out):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _read_squinch(source, factor, tile, first, total, decoded, tables):  # type: ignore[no-untyped-def]
+def _read_squinch(source, factor, tile, first, total, decoded, tables):
     here = advance(source, tile * TILE_BYTES)
     nonfinite = sq.has_nonfinite_block(here) != 0
     if factor == 1.0 and not nonfinite:
@@ -155,7 +158,7 @@ def _read_squinch(source, factor, tile, first, total, decoded, tables):  # type:
 
 
 @inlined
-def _read(kind, source, factor, count, tile, first, total, scratch, tables):  # type: ignore[no-untyped-def]
+def _read(kind, source, factor, count, tile, first, total, scratch, tables):
     used = min(count - tile * TILE, TILE)
     stage = advance(scratch, STAGE)
     if kind <= BF16:
@@ -167,20 +170,22 @@ def _read(kind, source, factor, count, tile, first, total, scratch, tables):  # 
 
 
 @helper
-def _encode_nonfinite(total, out, maxima):  # type: ignore[no-untyped-def]
+def _encode_nonfinite(total, out, maxima):
     for block in range(64):
         if load_u32(maxima, block) >= uint32(INFINITY):
             word = uint32(0)
             for value in range(8):
                 magnitude = load_u32(total, 64 * value + block) & uint32(0x7FFFFFFF)
-                code = uint32(15) if magnitude > uint32(INFINITY) else uint32(14) if magnitude == uint32(INFINITY) else uint32(0)
+                code = (
+                    uint32(15) if magnitude > uint32(INFINITY) else uint32(14) if magnitude == uint32(INFINITY) else uint32(0)
+                )
                 word |= code << uint32(4 * value)
             store_u8(out, block, uint8(255))
             store_u32(out, 32 + block, word)
 
 
 @inlined
-def _write_squinch(kind, total, out, tile, seed, scratch, tables):  # type: ignore[no-untyped-def]
+def _write_squinch(kind, total, out, tile, seed, scratch, tables):
     here = advance(out, tile * TILE_BYTES)
     maxima, scales = advance(scratch, MAXIMA), advance(scratch, SCALES)
     for group in range(4):
@@ -195,7 +200,7 @@ def _write_squinch(kind, total, out, tile, seed, scratch, tables):  # type: igno
 
 
 @helper
-def _write_int8(total, out, count, tile, used, stage):  # type: ignore[no-untyped-def]
+def _write_int8(total, out, count, tile, used, stage):
     blocks = (count + INT8_BLOCK - 1) // INT8_BLOCK
     for block in range((used + INT8_BLOCK - 1) // INT8_BLOCK):
         bits = fl.largest_magnitude(advance(total, block * INT8_BLOCK * 4))
@@ -214,14 +219,14 @@ def _write_int8(total, out, count, tile, used, stage):  # type: ignore[no-untype
 
 
 @helper
-def _write_plain(kind, total, out, tile, used, stage):  # type: ignore[no-untyped-def]
+def _write_plain(kind, total, out, tile, used, stage):
     item = _item_bytes(kind)
     place = advance(out, tile * TILE * item)
     target = place if used == TILE else stage
     for group in range(LANE_GROUPS):
         if kind == F32_STREAMED and used == TILE:
             fl.stream_f32(total, target, group)
-        elif kind == F32 or kind == F32_STREAMED:
+        elif kind in (F32, F32_STREAMED):
             fl.start_f32(total, target, group)
         elif kind == F64:
             fl.write_f64(total, target, group)
@@ -234,9 +239,9 @@ def _write_plain(kind, total, out, tile, used, stage):  # type: ignore[no-untype
 
 
 @inlined
-def _write(kind, total, out, count, tile, seed, scratch, tables):  # type: ignore[no-untyped-def]
+def _write(kind, total, out, count, tile, seed, scratch, tables):
     used = min(count - tile * TILE, TILE)
-    if kind == SQUINCH or kind == SQUINCH_SR:
+    if kind in (SQUINCH, SQUINCH_SR):
         _write_squinch(kind, total, out, tile, seed, scratch, tables)
     elif kind == INT8:
         _write_int8(total, out, count, tile, used, advance(scratch, STAGE))
@@ -248,7 +253,7 @@ def _write(kind, total, out, count, tile, seed, scratch, tables):  # type: ignor
 
 
 @helper
-def _keep_residual(kind, total, out, factor, count, tile, residual, scratch, tables):  # type: ignore[no-untyped-def]
+def _keep_residual(kind, total, out, factor, count, tile, residual, scratch, tables):
     used = min(count - tile * TILE, TILE)
     read_kind = SQUINCH if kind == SQUINCH_SR else kind
     decoded, stage = advance(scratch, SCALED), advance(scratch, STAGE)
@@ -259,14 +264,16 @@ def _keep_residual(kind, total, out, factor, count, tile, residual, scratch, tab
 
 
 @helper
-def _sum(inputs, n_inputs, count, tile, total, scratch, tables):  # type: ignore[no-untyped-def]
+def _sum(inputs, n_inputs, count, tile, total, scratch, tables):
     for i in range(n_inputs):
         source, factor = load_pointer(inputs, 3 * i + 1), load_f64(inputs, 3 * i + 2)
         _read(load_i64(inputs, 3 * i), source, factor, count, tile, i == 0, total, scratch, tables)
 
 
 @inlined
-def _transform_tile(inputs, n_inputs, count, tile, scale, residual, has_residual, kind, out, factor, back, seed, scratch, tables):  # type: ignore[no-untyped-def]
+def _transform_tile(
+    inputs, n_inputs, count, tile, scale, residual, has_residual, kind, out, factor, back, seed, scratch, tables
+):
     used = min(count - tile * TILE, TILE)
     total = advance(scratch, TOTAL)
     plain = scale == float32(1) and has_residual == 0 and used == TILE
@@ -293,12 +300,31 @@ def _transform_tile(inputs, n_inputs, count, tile, scale, residual, has_residual
         _keep_residual(kind, total, out, back, count, tile, residual, scratch, tables)
 
 
-def transform(inputs, n_inputs, count, scale, residual, has_residual, kind, out, factor, back, seed, direct, tables):  # type: ignore[no-untyped-def]
+def transform(inputs, n_inputs, count, scale, residual, has_residual, kind, out, factor, back, seed, direct, tables):
+    """Sums encoded and plain inputs, scales, adds a residual, writes.
+
+    Args:
+        inputs: Address of `n_inputs` structures of kind (int64), address, factor (float64; 1 but for Squinch with an exponent).
+        count: Elements; nothing is read or written beyond them, except that Squinch has whole tiles.
+        scale: Multiplies the sum.
+        residual: Address of float32: added to the scaled sum.
+        has_residual: 0 without, 1 with, 2 if it then becomes what the encoding lost.
+        kind: Of the output; NOTHING only looks for the largest magnitude.
+        out: Address of the output.
+        factor: Multiplies what is encoded: 2**-exponent.
+        back: 1 / factor.
+        seed: Of stochastic rounding.
+        direct: 0 sums in scratch memory, 1 in the output (float32, not among the inputs, no scale, no residual), 2 in the
+            output, which is also the first input.
+        tables: Address of squinch6_tables.TABLES.
+
+    Returns:
+        Bits of the largest magnitude in Squinch blocks that are finite throughout.
+    """
     scratch = _scratch()
     clear_bytes(advance(scratch, LARGEST), 64)
     for tile in range((count + TILE - 1) // TILE):
         if direct != 0 and count - tile * TILE >= TILE:
-            # The output is the accumulator: no pass through scratch memory. direct == 2: it is also the first input.
             total = advance(out, tile * TILE * 4)
             for i in range(direct - 1, n_inputs):
                 source, input_factor = load_pointer(inputs, 3 * i + 1), load_f64(inputs, 3 * i + 2)
@@ -316,5 +342,17 @@ def transform(inputs, n_inputs, count, scale, residual, has_residual, kind, out,
 
 
 SIGNATURE = types.uint32(
-    types.voidptr, int64, int64, float32, types.voidptr, int64, int64, types.voidptr, float64, float64, uint64, int64, types.voidptr
+    types.voidptr,
+    int64,
+    int64,
+    float32,
+    types.voidptr,
+    int64,
+    int64,
+    types.voidptr,
+    float64,
+    float64,
+    uint64,
+    int64,
+    types.voidptr,
 )

@@ -8,7 +8,23 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from squinchcomm.kernels.lanes import DOUBLE, FLOAT, HALF, I8, I16, I32, I64, WIDTH, Lanes, address, broadcast, emitter, load, load_ahead, store
+from squinchcomm.kernels.lanes import (
+    DOUBLE,
+    FLOAT,
+    HALF,
+    I8,
+    I16,
+    I32,
+    I64,
+    WIDTH,
+    Lanes,
+    address,
+    broadcast,
+    emitter,
+    load,
+    load_ahead,
+    store,
+)
 
 FLOAT_MAX_BITS = 0x7F7FFFFF
 
@@ -75,11 +91,13 @@ def stream_fence(builder: Any) -> None:
 
 @emitter(types.void, types.voidptr, types.voidptr, types.int64)
 def write_f64(builder: Any, total: Any, out: Any, group: Any) -> None:
+    """Exact."""
     store(_scratch_f32(builder, total, group).to(DOUBLE), _place(builder, out, group, 8))
 
 
 @emitter(types.void, types.voidptr, types.voidptr, types.int64)
 def write_f16(builder: Any, total: Any, out: Any, group: Any) -> None:
+    """Nearest even."""
     store(_scratch_f32(builder, total, group).to(HALF), _place(builder, out, group, 2))
 
 
@@ -95,6 +113,7 @@ def write_bf16(builder: Any, total: Any, out: Any, group: Any) -> None:
 
 @emitter(types.void, types.voidptr, types.float32, types.int64)
 def multiply(builder: Any, total: Any, factor: Any, group: Any) -> None:
+    """In place."""
     place = _place(builder, total, group, 4)
     store(load(builder, FLOAT, place) * broadcast(builder, factor), place)
 
@@ -111,7 +130,7 @@ def rescale(builder: Any, source: Any, out: Any, factor: Any, group: Any) -> Non
 
 @emitter(types.void, types.voidptr, types.voidptr, types.voidptr, types.int64)
 def lost(builder: Any, total: Any, decoded: Any, residual: Any, group: Any) -> None:
-    """total - decoded, 0 where either is not finite."""
+    """Total - decoded, 0 where either is not finite."""
     exact, coded = _scratch_f32(builder, total, group), _scratch_f32(builder, decoded, group)
     finite = (exact.bits() & 0x7F800000).compare("<", 0x7F800000) & (coded.bits() & 0x7F800000).compare("<", 0x7F800000)
     store(finite.choose(exact - coded, 0.0), _place(builder, residual, group, 4))
@@ -141,10 +160,12 @@ def _int8_values(builder: Any, codes: Any, scale: Any, group: Any) -> Lanes:
 
 @emitter(types.void, types.voidptr, types.voidptr, types.float32, types.int64)
 def start_int8(builder: Any, codes: Any, total: Any, scale: Any, group: Any) -> None:
+    """Decoded codes become the total."""
     store(_int8_values(builder, codes, scale, group), _place(builder, total, group, 4))
 
 
 @emitter(types.void, types.voidptr, types.voidptr, types.float32, types.int64)
 def add_int8(builder: Any, codes: Any, total: Any, scale: Any, group: Any) -> None:
+    """Decoded codes are added to the total."""
     place = _place(builder, total, group, 4)
     store(load(builder, FLOAT, place) + _int8_values(builder, codes, scale, group), place)

@@ -28,7 +28,8 @@ def decode(encoded: np.ndarray, count: int) -> np.ndarray:
     scales = np.ascontiguousarray(encoded[: 4 * n_blocks]).view("<f4")
     codes = _blocks(encoded[4 * n_blocks :].view(np.int8).astype(np.float32))
     with np.errstate(all="ignore"):
-        return (codes * scales[:, None]).reshape(-1)[:count]
+        values: np.ndarray = codes * scales[:, None]
+    return values.reshape(-1)[:count]
 
 
 def _blocks(values: np.ndarray) -> np.ndarray:

@@ -63,7 +63,9 @@ class KernelCodec(Codec):
 
     def decode(self, src: Any, count: int, out: np.ndarray | None = None, dtype: Any = FLOAT32) -> np.ndarray:
         count = element_count(count)
-        out = np.empty(count, float_dtype(dtype, "dtype")) if out is None else float_array(out, "out", size=count, writable=True)
+        out = (
+            np.empty(count, float_dtype(dtype, "dtype")) if out is None else float_array(out, "out", size=count, writable=True)
+        )
         encoded = byte_input(src, self.encoded_nbytes(count, out.dtype), "src")
         self._sum([self._encoded_input(encoded, out.dtype)], out, 1.0)
         return out
@@ -178,4 +180,3 @@ def call_kernel(
         direct,
         _TABLES_ADDRESS,
     )
-

@@ -215,7 +215,6 @@ def emitter(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]
     return decorate
 
 
-
 @emitter(types.voidptr, types.voidptr, types.int64)
 def advance(builder: Any, base: Any, nbytes: Any) -> Any:
     """`base + nbytes` in a kernel."""
@@ -224,11 +223,13 @@ def advance(builder: Any, base: Any, nbytes: Any) -> Any:
 
 @emitter(types.void, types.voidptr, types.voidptr, types.int64)
 def copy_bytes(builder: Any, target: Any, source: Any, nbytes: Any) -> None:
+    """Copies `nbytes` between places that do not overlap."""
     cgutils.raw_memcpy(builder, target, source, nbytes, 1)
 
 
 @emitter(types.void, types.voidptr, types.int64)
 def clear_bytes(builder: Any, target: Any, nbytes: Any) -> None:
+    """Sets `nbytes` to zero."""
     cgutils.memset(builder, target, nbytes, 0)
 
 

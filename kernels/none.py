@@ -50,7 +50,9 @@ class Raw(KernelCodec):
 
     def decode(self, src: Any, count: int, out: np.ndarray | None = None, dtype: Any = FLOAT32) -> np.ndarray:
         count = element_count(count)
-        out = np.empty(count, float_dtype(dtype, "dtype")) if out is None else float_array(out, "out", size=count, writable=True)
+        out = (
+            np.empty(count, float_dtype(dtype, "dtype")) if out is None else float_array(out, "out", size=count, writable=True)
+        )
         np.copyto(out.view(np.uint8), byte_input(src, out.nbytes, "src"))
         return out
 

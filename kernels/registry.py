@@ -60,7 +60,9 @@ def codec_by_wire_id(wire_id: int) -> Codec:
                     return codec
             if attempt == "known":
                 _load_plugins()
-        raise WireFormatError(f"no codec has wire id {wire_id}; known are {sorted(codec.wire_id for codec in _codecs.values())}")
+        raise WireFormatError(
+            f"no codec has wire id {wire_id}; known are {sorted(codec.wire_id for codec in _codecs.values())}"
+        )
 
 
 def _load_plugins() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Squinch6(KernelCodec):
     wire_version = 1
     bits_per_element = 6.0
     tile_size = TILE_VALUES
-    rounding = "nearest"
+    rounding: ClassVar[Literal["nearest", "stochastic"]] = "nearest"
     nonfinite_rule = "A block with a NaN or infinity keeps those and decodes its finite elements to 0."
     error_bound = "|error| <= 6.5 % of the block scale M(q): at most 7.1 % of the largest magnitude of its block of 8."
     encoded_kind = SQUINCH
@@ -63,7 +63,7 @@ class Squinch6(KernelCodec):
         if exponent or residual is not None:
             factor = math.ldexp(1.0, -exponent)
             call_kernel(inputs, count, kind, place, scale=scale, residual=residual, factor=factor, seed=seed)
-        _TRAILER.pack_into(out, out.size - TRAILER_BYTES, exponent, 0)
+        _TRAILER.pack_into(out.data, out.size - TRAILER_BYTES, exponent, 0)
 
     def _encoded_input(self, encoded: np.ndarray, dtype: Any) -> Input:
         return Input(SQUINCH, data_address(encoded), math.ldexp(1.0, read_exponent(encoded)))
@@ -98,7 +98,7 @@ def exponent_for(magnitude_bits: int) -> int:
 
 def read_exponent(encoded: np.ndarray) -> int:
     """The exponent in the trailer of an encoded array; WireFormatError if no encoder writes such a trailer."""
-    exponent, reserved = _TRAILER.unpack_from(encoded, encoded.size - TRAILER_BYTES)
+    exponent, reserved = _TRAILER.unpack_from(encoded.data, encoded.size - TRAILER_BYTES)
     if reserved or not EXPONENT_MIN <= exponent <= EXPONENT_MAX:
         raise WireFormatError(f"squinch trailer has exponent {exponent} and reserved bits {reserved:#x}: not our format")
     return int(exponent)

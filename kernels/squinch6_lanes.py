@@ -11,7 +11,22 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from squinchcomm.kernels.lanes import FLOAT, I1, I8, I32, I64, WIDTH, Lanes, address, broadcast, constant, emitter, load, load_ahead, store, vector
+from squinchcomm.kernels.lanes import (
+    FLOAT,
+    I1,
+    I8,
+    I32,
+    I64,
+    WIDTH,
+    Lanes,
+    address,
+    broadcast,
+    constant,
+    emitter,
+    load,
+    load_ahead,
+    store,
+)
 from squinchcomm.kernels.squinch6_tables import BLOCK_VALUES, TILE_BLOCKS
 
 ROW_BYTES = 16  # of squinch6_tables.TABLES
@@ -40,7 +55,7 @@ def _group_address(builder: Any, base: Any, group: Any, lane_bytes: int, offset:
 
 
 def nearest_code(x: Lanes, r: Lanes) -> Lanes:
-    """k + 1/2 as a float, where k is the nearest code of value bits `x`."""
+    """Returns k + 1/2 as a float, where k is the nearest code of value bits `x`."""
     u = (x & MAGNITUDE).as_float() * r
     guess = ((u.bits() >> 1) + ROOT_NEAREST).as_float() + SHIFT_NEAREST
     code = (guess + MAGIC_NEAREST) - (MAGIC_NEAREST - 0.5)
@@ -135,9 +150,11 @@ def _keep_maximum(builder: Any, maximum: Lanes, maxima: Any, largest: Any, group
 
 @emitter(types.void, types.voidptr, types.voidptr, types.voidptr, types.voidptr, types.voidptr, types.voidptr, types.int64)
 def block_scales(builder: Any, tile: Any, out: Any, maxima: Any, largest: Any, scales: Any, tables: Any, group: Any) -> None:
-    """q and sign bytes of sixteen blocks to `out`, R(q) to `scales`, their maxima as above."""
+    """The q and sign bytes of sixteen blocks to `out`, R(q) to `scales`, their maxima as above."""
     signs, maximum = _signs_and_maximum(builder, tile, group)
-    estimate = maximum.int_to_float().multiply_add(Q_PER_BIT, Q_OFFSET).float_to_int().call("llvm.smax", 0).call("llvm.smin", 253)
+    estimate = (
+        maximum.int_to_float().multiply_add(Q_PER_BIT, Q_OFFSET).float_to_int().call("llvm.smax", 0).call("llvm.smin", 253)
+    )
     m, r, r_next, _ = look_up_rows(builder, tables, estimate.to(I8))
     above = maximum.compare(">", m.bits())
     store(above.choose(estimate + 1, estimate).to(I8), _group_address(builder, out, group, 1))

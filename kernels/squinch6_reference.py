@@ -60,7 +60,7 @@ def decode(encoded: np.ndarray, count: int) -> np.ndarray:
 
 
 def block_scales(magnitudes: np.ndarray) -> np.ndarray:
-    """q of each block of (tiles, 8, 64) magnitudes."""
+    """The q of each block of (tiles, 8, 64) magnitudes."""
     largest = magnitudes.max(axis=1)  # NaN if one is
     q = np.searchsorted(M[1:255], largest.reshape(-1)).reshape(largest.shape) + 1
     return np.where(~np.isfinite(largest), Q_NONFINITE, np.where(largest == 0, 0, q))
@@ -72,7 +72,7 @@ def nearest_codes(u: np.ndarray) -> np.ndarray:
 
 
 def stochastic_codes(u: np.ndarray, random: np.ndarray) -> np.ndarray:
-    """k = floor(sqrt(u)), or k + 1 with probability (u - k*k) / (2k + 1)."""
+    """The code is k = floor(sqrt(u)), or k + 1 with probability (u - k*k) / (2k + 1)."""
     squares = (np.arange(1, 16) ** 2).astype(np.float32)
     k = np.searchsorted(squares, u.reshape(-1), side="right").reshape(u.shape)
     chance = (random.astype(np.float32) + np.float32(0.5)) / np.float32(65536)
@@ -120,7 +120,7 @@ def _largest_magnitude(tiles: np.ndarray) -> int:
 
 
 def _rescaled(values: np.ndarray, exponent: int) -> np.ndarray:
-    """values * 2**exponent, rounded once; finite values stay finite."""
+    """Returns values * 2**exponent, rounded once; finite values stay finite."""
     if exponent == 0:
         return values
     with np.errstate(over="ignore", invalid="ignore"):

@@ -36,7 +36,9 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
 def test_stamp_covers_every_source_of_the_kernel() -> None:
     """A change of any file the kernel is made of must not find the old code in the cache."""
     script = "import sys; import squinchcomm.kernels.cpu; print(*sorted(sys.modules))"
-    loaded = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.split()
     prefix = "squinchcomm.kernels."
     modules = {name.removeprefix(prefix) + ".py" for name in loaded if name.startswith(prefix)}
     contract = {"codec.py", "dtypes.py", "arguments.py", "kernel_codec.py", "compile.py", "registry.py"}
@@ -44,7 +46,9 @@ def test_stamp_covers_every_source_of_the_kernel() -> None:
     assert modules - contract - codecs == set(kernel_compile._SOURCES)
 
 
-def test_nothing_writable_means_a_compilation_and_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_writable_means_a_compilation_and_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     from numba.core import caching
     from numba.core.ccallback import CFunc
 
@@ -55,4 +59,3 @@ def test_nothing_writable_means_a_compilation_and_a_warning(monkeypatch: pytest.
     monkeypatch.setattr(CFunc, "compile", lambda self: None)
     kernel_compile._compiled()
     assert "no locator available" in caplog.text
-

@@ -45,7 +45,7 @@ def test_own_codecs() -> None:
 
 
 def test_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match="'zip'.*none, bf16, int8, squinch6, squinch6-sr"):
+    with pytest.raises(ConfigError, match=r"'zip'.*none, bf16, int8, squinch6, squinch6-sr"):
         get_codec("zip")
     with pytest.raises(WireFormatError, match="200"):
         codec_by_wire_id(200)
@@ -69,7 +69,12 @@ def test_broken_plug_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("name", "wire_id", "message"),
-    [("bf16", 99, "two codecs are called 'bf16'"), ("mine", 3, "64..255"), ("mine", 256, "64..255"), ("mine", 77, "share wire id 77")],
+    [
+        ("bf16", 99, "two codecs are called 'bf16'"),
+        ("mine", 3, "64..255"),
+        ("mine", 256, "64..255"),
+        ("mine", 77, "share wire id 77"),
+    ],
 )
 def test_clashes_are_refused(name: str, wire_id: int, message: str) -> None:
     register(Foreign())

@@ -21,7 +21,8 @@ def inputs() -> dict[str, np.ndarray]:
     wide = (rng.standard_normal(700) * np.exp(4 * rng.standard_normal(700))).astype(np.float32)
     special = wide[:600].copy()
     special[[0, 5, 77, 300, 599]] = np.nan, np.inf, -np.inf, -0.0, 1e-45
-    return {"wide": wide, "special": special, "tiny": wide[:65] * np.float32(1e-36), "huge": np.clip(wide[:513], -99, 99) * np.float32(3e36)}
+    huge = np.clip(wide[:513], -99, 99) * np.float32(3e36)
+    return {"wide": wide, "special": special, "tiny": wide[:65] * np.float32(1e-36), "huge": huge}
 
 
 def main() -> None:
