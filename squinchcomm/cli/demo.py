@@ -24,7 +24,7 @@ _console = Console()
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each training.")] = 300,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each training.")] = 200,
     ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, each with a link of its own.")] = 4,
     link: Annotated[str, typer.Option(help="Emulated rate of each rank's link.")] = "1Gbit",
     codec: Annotated[str, typer.Option(help="Codec to compare with float32.")] = "squinch6",
@@ -45,11 +45,12 @@ def demo(
     runs = [Run(**run) for run in json.loads((out / "runs.json").read_text())]
     _console.print(report.table(runs, ranks=ranks, link_rate=link))
     report.picture(runs, out / "demo.png", ranks=ranks, link_rate=link)
-    _console.print(f"Picture: {out / 'demo.png'}   raw numbers: {out / 'runs.json'}")
+    _console.print(f"Picture: {out / 'demo.png'}   raw numbers: {out / 'runs.json'}", soft_wrap=True)
     if found := report.problems(runs):
         _console.print("\n".join(f"FAILED {problem}" for problem in found), style="red")
         raise typer.Exit(1)
-    _console.print(f"OK: all ranks hold the same bits; held-out losses agree within {report.LOSS_TOLERANCE} nats per byte")
+    verdict = f"OK: all ranks hold the same bits; held-out losses agree within {report.LOSS_TOLERANCE} nats per byte"
+    _console.print(verdict, soft_wrap=True)
 
 
 def _train(settings_path: Path, ranks: int, codecs: list[str], steps: int) -> None:
@@ -97,6 +98,7 @@ def _bars(lines: Iterator[dict[str, Any]], codecs: list[str], steps: int) -> Non
 
 def _lines(lines: Iterator[dict[str, Any]], codecs: list[str], steps: int) -> None:
     start, every = time.monotonic(), max(1, steps // 10)
+    print("   0.0 s  starting ranks", flush=True)
     for line in lines:
         if line["step"] % every == 0 or line["step"] == steps:
             print(f"{time.monotonic() - start:6.1f} s  step {line['step']}/{steps}  {_losses(line, codecs)}", flush=True)

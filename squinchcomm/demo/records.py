@@ -22,8 +22,8 @@ class Settings:
     length: int = 64
     learning_rate: float = 1e-3
     warmup_steps: int = 20
-    evaluate_every: int = 25
-    evaluation_batches: int = 6  # a rank
+    evaluate_every: int = 20
+    evaluation_batches: int = 4  # a rank
 
     @classmethod
     def read(cls, path: Path) -> Settings:
