@@ -141,6 +141,7 @@ def connect(
     except BaseException:
         comm.close()
         raise
+    comm.stats.clear()
     return comm
 
 

@@ -19,8 +19,8 @@ class Stats:
         sent_wire_bytes: Payload and header bytes handed to the transport.
         received_wire_bytes: Payload and header bytes taken from the transport.
         frames_corrupt: Frames refused by checksum or header.
-        encode_s: Seconds in encoders, fused reduce-and-encode included.
-        decode_s: Seconds in decoders and plain reductions.
+        encode_s: Seconds spent on contributions: encoding them, or reading them from the array.
+        decode_s: Seconds spent on arrivals: decoding, reducing, encoding the reduced, or copying.
         wait_s: Seconds waiting for frames.
     """
 
@@ -35,3 +35,10 @@ class Stats:
     encode_s: float = 0.0
     decode_s: float = 0.0
     wait_s: float = 0.0
+
+    def clear(self) -> None:
+        """Starts over at zero."""
+        self.uncompressed.clear()
+        for name in self.__slots__:
+            if name != "uncompressed":
+                setattr(self, name, type(getattr(self, name))())

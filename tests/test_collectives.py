@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from squinchcomm.communicator import Communicator
 from squinchcomm.kernels.dtypes import dtype_name
 from squinchcomm.transport.options import TransportOptions
 from tests.conformance import collective_checks as checks
@@ -107,3 +108,16 @@ def test_messages(world: Any) -> None:
 
 def test_split(world: Any) -> None:
     checks.check_split(*world)
+
+
+def test_several_codec_threads_give_the_same_bits() -> None:
+    def body(comm: Communicator) -> list[np.ndarray]:
+        arrays = [checks.random_array(comm.rank, 300_007) for _ in range(3)]
+        comm.allreduce(arrays[0], codec="squinch6-sr")
+        comm.allreduce(arrays[1])
+        comm.reduce_scatter(arrays[2][:50_000], np.repeat(arrays[2][:50_000], 3), codec="squinch6")
+        return arrays
+
+    one, several = (run_world(3, body, codec_threads=threads, min_compress_bytes=0) for threads in (1, 4))
+    for first, second in zip(one, several, strict=True):
+        checks.same_bits([np.concatenate(first), np.concatenate(second)])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from squinchcomm.collectives.channel import Channel, Piece, Ticket
@@ -20,16 +22,24 @@ class Parcel(NamedTuple):
     borrow: bool = False
 
 
+class Job(NamedTuple):
+    """What a frame gives to do: `compute` in any thread, then `finish` in the collective's."""
+
+    compute: Callable[[], Any]
+    finish: Callable[[Any], None]
+
+
 class Call:
     """One collective in progress.
 
     Each peer has a queue of parcels that are ready and an iterator that makes more; ready ones go first, so that results
     overtake raw contributions. An iterator is asked for its next parcel only when the peer's window has room:
-    encoded data does not pile up.
+    encoded data does not pile up. With a `pool`, chunks are encoded and decoded several at a time.
     """
 
-    def __init__(self, channel: Channel, ticket: Ticket) -> None:
+    def __init__(self, channel: Channel, ticket: Ticket, pool: ThreadPoolExecutor | None = None) -> None:
         self.channel = channel
+        self._pool = pool
         self.ticket = ticket
         self.rank = channel.rank
         self.world_size = channel.world_size
@@ -58,45 +68,73 @@ class Call:
         if frames:
             self.waiting[peer] = self.waiting.get(peer, 0) + frames
 
-    def run(self, handle: Callable[[Piece], None]) -> None:
-        """Sends everything, hands each arriving frame to `handle`, returns when all is sent and received."""
+    def run(self, handle: Callable[[Piece], Job | None]) -> None:
+        """Sends everything, hands each arriving frame to `handle` and does its job, until all is sent and received."""
         channel, ticket, waiting = self.channel, self.ticket, self.waiting
         while True:
             sent = self._send_some()
             unsent = bool(self._queued or self._making)
             if not waiting and not unsent:
                 break
+            jobs: list[Job] = []
             piece = channel.receive(ticket, waiting, () if sent else self._unsent(), block=not sent)
             while piece is not None:
                 self._count(piece)
-                handle(piece)
+                job = handle(piece)
+                if job is not None:
+                    jobs.append(job)
+                    if self._pool is None:
+                        self._do(jobs)
                 piece = channel.receive(ticket, waiting, block=False) if waiting else None
+            self._do(jobs)
         if self._borrowed:
             channel.flush(ticket, self.others())
 
     def _send_some(self) -> bool:
         """At most one parcel a peer, so that arrivals are looked at between encodes."""
-        sent = False
         if not (self._queued or self._making):
-            return sent
-        channel = self.channel
-        can_send = channel.transport.can_send
+            return False
+        can_send = self.channel.transport.can_send
+        sent = False
+        makers = []
         for peer in self.others():
             if self._ready[peer]:
                 if can_send(peer):
-                    parcel = self._ready[peer].popleft()
                     self._queued -= 1
-                    channel.send(self.ticket, peer, *parcel)
+                    self.channel.send(self.ticket, peer, *self._ready[peer].popleft())
                     sent = True
             elif peer in self._making and can_send(peer):
-                made = next(self._making[peer], None)
-                if made is None:
-                    del self._making[peer]
-                else:
-                    self._borrowed |= made.borrow
-                    channel.send(self.ticket, peer, *made)
-                sent = True
-        return sent
+                makers.append(peer)
+        if makers:
+            self._make_and_send(makers)
+        return sent or bool(makers)
+
+    def _make_and_send(self, peers: list[int]) -> None:
+        started = time.perf_counter()
+        if self._pool is None or len(peers) == 1:
+            made: Iterable[Parcel | None] = (next(self._making[peer], None) for peer in peers)
+        else:
+            made = list(self._pool.map(lambda peer: next(self._making[peer], None), peers))
+        for peer, parcel in zip(peers, made, strict=True):
+            self.channel.stats.encode_s += time.perf_counter() - started
+            if parcel is None:
+                del self._making[peer]
+            else:
+                self._borrowed |= parcel.borrow
+                self.channel.send(self.ticket, peer, *parcel)
+            started = time.perf_counter()
+
+    def _do(self, jobs: list[Job]) -> None:
+        """Does the jobs, with the pool at once, and empties the list."""
+        started = time.perf_counter()
+        if self._pool is None or len(jobs) == 1:
+            results: Iterable[Any] = (job.compute() for job in jobs)
+        else:
+            results = self._pool.map(lambda job: job.compute(), jobs)
+        for job, result in zip(jobs, results, strict=True):
+            job.finish(result)
+        self.channel.stats.decode_s += time.perf_counter() - started
+        jobs.clear()
 
     def _unsent(self) -> list[int]:
         return [peer for peer in self.others() if self._ready[peer] or peer in self._making]

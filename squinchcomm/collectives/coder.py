@@ -6,7 +6,6 @@ contributions of all ranks and makes the payload of the result, `combine_into` s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 
 from squinchcomm.collectives.reduction import reduce_arrays
 from squinchcomm.kernels.codec import Codec
-from squinchcomm.stats import Stats
 
 _MASK = (1 << 64) - 1
 
@@ -25,11 +23,10 @@ class PlainCoder:
     borrow = True
     tile = 1
 
-    def __init__(self, dtype: np.dtype, op: str, world_size: int, stats: Stats) -> None:
+    def __init__(self, dtype: np.dtype, op: str, world_size: int) -> None:
         self.dtype = dtype
         self.op = op
         self.world_size = world_size
-        self.stats = stats
 
     def nbytes(self, count: int) -> int:
         """Payload bytes of `count` elements."""
@@ -46,9 +43,7 @@ class PlainCoder:
 
     def combine_into(self, inputs: Sequence[Any], out: np.ndarray) -> None:
         """Sums payloads and arrays in their order into `out`."""
-        started = time.perf_counter()
         reduce_arrays([piece.view(self.dtype) for piece in inputs], out, self.op, self.world_size)
-        self.stats.decode_s += time.perf_counter() - started
 
     def incoming(self, payload: np.ndarray, out: np.ndarray) -> None:
         """Writes a payload's elements to `out`."""
@@ -63,13 +58,12 @@ class CodecCoder:
 
     borrow = False
 
-    def __init__(self, codec: Codec, dtype: np.dtype, op: str, world_size: int, seed: int, stats: Stats) -> None:
+    def __init__(self, codec: Codec, dtype: np.dtype, op: str, world_size: int, seed: int) -> None:
         self.codec = codec
         self.tile = codec.tile_size
         self.dtype = dtype
         self.scale = 1.0 / world_size if op == "avg" else 1.0
         self.seed = seed
-        self.stats = stats
 
     def nbytes(self, count: int) -> int:
         """Payload bytes of `count` elements."""
@@ -77,29 +71,19 @@ class CodecCoder:
 
     def outgoing(self, values: np.ndarray, key: int) -> np.ndarray:
         """The payload for `values`. `key` numbers the encodings of one collective; with the seed it fixes the random numbers."""
-        started = time.perf_counter()
-        payload = self.codec.encode(values, seed=mix(self.seed, key))
-        self.stats.encode_s += time.perf_counter() - started
-        return payload
+        return self.codec.encode(values, seed=mix(self.seed, key))
 
     def combine(self, inputs: Sequence[Any], own: np.ndarray, key: int) -> np.ndarray:
         """Sums encoded payloads and the exact `own` array and returns the payload of the sum; `own` is left alone."""
-        started = time.perf_counter()
-        payload = self.codec.reduce_encode(inputs, own.size, scale=self.scale, seed=mix(self.seed, key))
-        self.stats.encode_s += time.perf_counter() - started
-        return payload
+        return self.codec.reduce_encode(inputs, own.size, scale=self.scale, seed=mix(self.seed, key))
 
     def combine_into(self, inputs: Sequence[Any], out: np.ndarray) -> None:
         """Sums payloads and arrays in their order into `out`."""
-        started = time.perf_counter()
         self.codec.reduce(inputs, out, scale=self.scale)
-        self.stats.decode_s += time.perf_counter() - started
 
     def incoming(self, payload: np.ndarray, out: np.ndarray) -> None:
         """Decodes a payload into `out`."""
-        started = time.perf_counter()
         self.codec.decode(payload, out.size, out)
-        self.stats.decode_s += time.perf_counter() - started
 
     def settle(self, payload: np.ndarray, own: np.ndarray) -> None:
         """Makes `own` equal to what the peers take from `payload`."""

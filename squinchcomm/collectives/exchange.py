@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from squinchcomm.collectives.call import Call, Parcel
+from squinchcomm.collectives.call import Call, Job, Parcel
 from squinchcomm.collectives.channel import Piece
 from squinchcomm.collectives.coder import Coder
 from squinchcomm.collectives.plan import Plan
@@ -39,6 +39,8 @@ class Exchange:
         self.plan = plan
         self.whole = whole
         self._held: dict[int, dict[int, Piece]] = {}
+        self._combined: set[int] = set()
+        self._gathered: set[tuple[int, int]] = set()
         self._result: np.ndarray | None = None
         self._gather_to: list[int] = []
 
@@ -70,11 +72,7 @@ class Exchange:
         """`whole` becomes the concatenation of all ranks' `own` arrays; equal shards are cut into equal chunks."""
         others = self.call.others()
         self._expect_gather(range(self.call.world_size))
-        if others:
-            self.call.make(others[0], self._own_chunks(own, others[1:]))
-        else:
-            for _ in self._own_chunks(own, []):
-                pass
+        self.call.make(others[0], self._own_chunks(own, others[1:]))
         self.call.run(self._handle)
 
     def _own_chunks(self, own: np.ndarray, rest: list[int]) -> Iterator[Parcel]:
@@ -101,9 +99,6 @@ class Exchange:
         for peer in call.others():
             call.make(peer, self._contributions(peer))
             call.expect(peer, chunks)
-        if call.world_size == 1:
-            for chunk in range(chunks):
-                self._combine(chunk, {})
         call.run(self._handle)
 
     def _contributions(self, peer: int) -> Iterator[Parcel]:
@@ -118,40 +113,47 @@ class Exchange:
         ranks = self.call.world_size
         return ((chunk * 2 + phase) * ranks + peer) * ranks + self.call.rank
 
-    def _handle(self, piece: Piece) -> None:
+    def _handle(self, piece: Piece) -> Job | None:
         if piece.phase == SCATTER:
-            self._hold(piece)
-        elif piece.phase == GATHER:
-            start, stop = self._span(piece, piece.peer)
-            self.coder.incoming(piece.payload, self.whole[start:stop])
-            piece.release()
-        else:
+            return self._hold(piece)
+        if piece.phase != GATHER:
             raise self.call.broken(piece, "has an unknown phase")
+        start, stop = self._span(piece, piece.peer)
+        if (piece.peer, piece.chunk) in self._gathered:
+            raise self.call.broken(piece, "came twice")
+        self._gathered.add((piece.peer, piece.chunk))
+        return Job(lambda: self.coder.incoming(piece.payload, self.whole[start:stop]), lambda _: piece.release())
 
-    def _hold(self, piece: Piece) -> None:
+    def _hold(self, piece: Piece) -> Job | None:
         self._span(piece, self.call.rank)
         row = self._held.setdefault(piece.chunk, {})
-        if piece.peer in row:
+        if piece.peer in row or piece.chunk in self._combined:
             raise self.call.broken(piece, "came twice")
         row[piece.peer] = piece
-        if len(row) == self.call.world_size - 1:
-            del self._held[piece.chunk]
-            self._combine(piece.chunk, row)
+        if len(row) < self.call.world_size - 1:
+            return None
+        self._combined.add(piece.chunk)
+        del self._held[piece.chunk]
+        return Job(lambda: self._combine(piece.chunk, row), lambda parcel: self._combined_chunk(parcel, row))
 
-    def _combine(self, chunk: int, row: dict[int, Piece]) -> None:
-        call, coder = self.call, self.coder
-        start, stop = self.plan.span(call.rank, chunk)
+    def _combine(self, chunk: int, row: dict[int, Piece]) -> Parcel | None:
+        """Sums one chunk of this rank's shard; the parcel that tells the others, if they are to know."""
+        rank, coder = self.call.rank, self.coder
+        start, stop = self.plan.span(rank, chunk)
         own = self.whole[start:stop]
-        inputs = [own if rank == call.rank else row[rank].payload for rank in range(call.world_size)]
+        inputs = [own if peer == rank else row[peer].payload for peer in range(self.call.world_size)]
         if self._result is not None:
-            base = self.plan.bounds[call.rank]
+            base = self.plan.bounds[rank]
             coder.combine_into(inputs, self._result[start - base : stop - base])
-        else:
-            payload = coder.combine(inputs, own, self._key(GATHER, chunk))
-            parcel = Parcel(GATHER, chunk, payload, payload.size, coder.borrow)
+            return None
+        payload = coder.combine(inputs, own, self._key(GATHER, chunk))
+        coder.settle(payload, own)
+        return Parcel(GATHER, chunk, payload, payload.size, coder.borrow)
+
+    def _combined_chunk(self, parcel: Parcel | None, row: dict[int, Piece]) -> None:
+        if parcel is not None:
             for peer in self._gather_to:
-                call.post(peer, parcel)
-            coder.settle(payload, own)
+                self.call.post(peer, parcel)
         for piece in row.values():
             piece.release()
 

@@ -37,6 +37,7 @@ from squinchcomm.work import Work
 
 INLINE_BYTES = 4 << 10
 _SLICE_S = 0.25
+_FLUSH_SLICE_S = 0.001  # nothing tells when a payload has left, so look again soon
 
 
 class Announcement(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -127,6 +128,7 @@ class PointToPoint:
             for message in posted:
                 self._start(message)
             if stop is not None:
+                self._send_some()  # answers already given: their senders must not lose what was received
                 self._end_all(stop)
                 return
             try:
@@ -160,6 +162,8 @@ class PointToPoint:
         self._check_peers_and_deadlines()
 
     def _patience(self) -> float:
+        if any(message.ready and message.moved == message.data.size for message in self._sending.values()):
+            return _FLUSH_SLICE_S
         nearest = min((message.deadline - time.monotonic() for message in self._pending()), default=_SLICE_S)
         return max(0.0, min(_SLICE_S, nearest))
 
