@@ -27,6 +27,7 @@ class Row:
     """One contender at one size on one kind of link. Times are medians over repeats of the slowest rank's, in seconds."""
 
     link: str
+    rate: float | None  # bits/s
     ranks: int
     size: int  # bytes of the float32 array
     contender: str
@@ -64,6 +65,7 @@ def rows(link: str, rate: float | None, size: int, answers: list[dict[str, Any]]
         made.append(
             Row(
                 link=link,
+                rate=rate,
                 ranks=ranks,
                 size=size,
                 contender=name,
@@ -92,7 +94,7 @@ def _median_and_quartiles(values: np.ndarray) -> tuple[float, float, float]:
 
 COLUMNS = (
     f"{'link':>9} {'ranks':>5} {'size(B)':>10} {'contender':<10} {'n':>3} {'time(us)':>10} {'quartiles(us)':>21} {'algbw(GB/s)':>11}"
-    f" {'busbw(GB/s)':>11} {'limit(us)':>10} {'sent(B)':>10} {'x gloo-f32 [quartiles]':>23} {'x gloo-bf16 [quartiles]':>23}"
+    f" {'busbw(GB/s)':>11} {'limit(us)':>10} {'sent(B)':>10} {'link%':>5} {'x gloo-f32 [quartiles]':>23} {'x gloo-bf16 [quartiles]':>23}"
     f" {'rms_err':>8} {'#wrong':>6}"
 )
 
@@ -102,10 +104,11 @@ def line(row: Row) -> str:
     quartiles = "{:.0f}..{:.0f}".format(*(1e6 * value for value in row.quartiles_s))
     limit = f"{1e6 * row.limit_s:.0f}" if row.limit_s else "-"
     sent = f"{row.sent_bytes:.0f}" if row.sent_bytes is not None else "-"
+    link = f"{100 * row.sent_bytes * 8 / row.rate / row.time_s:.0f}" if row.rate and row.sent_bytes else "-"
     ratios = ["{:.2f} [{:.2f}..{:.2f}]".format(*row.speedup[base]) if base in row.speedup else "-" for base in BASELINES]
     return (
         f"{row.link:>9} {row.ranks:>5} {row.size:>10} {row.contender:<10} {row.repeats:>3} {1e6 * row.time_s:>10.0f} {quartiles:>21}"
-        f" {row.algbw / 1e9:>11.3f} {row.busbw / 1e9:>11.3f} {limit:>10} {sent:>10} {ratios[0]:>23} {ratios[1]:>23}"
+        f" {row.algbw / 1e9:>11.3f} {row.busbw / 1e9:>11.3f} {limit:>10} {sent:>10} {link:>5} {ratios[0]:>23} {ratios[1]:>23}"
         f" {row.rms_error:>8.1e} {0 if row.ok else 1:>6}"
     )
 
@@ -144,7 +147,8 @@ def header(settings: dict[str, Any]) -> list[str]:
         "# Codecs apply from 64 KiB on: below, squinch6 is lossless too.",
         "# gloo-bf16 gets its input in bfloat16 already: conversion from and to float32 is not counted against it.",
         "# limit: 2(n-1)/n * size at the link's rate, without headers. algbw and busbw count float32 bytes and may exceed the link.",
-        "# sent: bytes that left a rank's interface, headers and acknowledgements included. rms_err: against a float64 sum.",
+        "# sent: bytes that left a rank's interface, headers and acknowledgements included; link%: how busy that keeps the link.",
+        "# rms_err: against a float64 sum.",
         "# #wrong: 1 if errors exceed the codec's bound or ranks differ in any bit.",
     ]
 
