@@ -44,9 +44,10 @@ INT8_SMALLEST, INT8_LARGEST_SCALE = float32(SMALLEST_MAXIMUM), float32(LARGEST_S
 TOTAL, SCALED, DECODED, STAGE, MAXIMA, SCALES, LARGEST, SCRATCH_BYTES = 0, 2048, 4096, 6144, 10240, 10752, 11008, 11072
 _scratch = stack_buffer(SCRATCH_BYTES)
 
-helper: Any = njit(nogil=True, error_model="numpy")
-# A call costs about 10 ns where a tile takes 35: what runs for every tile of the usual calls is inlined.
-inlined: Any = njit(nogil=True, error_model="numpy", forceinline=True)
+_OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+helper: Any = njit(**_OPTIONS)
+# Calls cost several ns where a tile takes 35: what runs for every tile of the usual calls is inlined.
+inlined: Any = njit(**_OPTIONS, forceinline=True)
 
 
 @inlined
@@ -157,7 +158,7 @@ def _read_squinch(source, factor, tile, first, total, decoded, tables):
         _add(F32, decoded, total)
 
 
-@inlined
+@helper
 def _read(kind, source, factor, count, tile, first, total, scratch, tables):
     used = min(count - tile * TILE, TILE)
     stage = advance(scratch, STAGE)
@@ -185,18 +186,30 @@ def _encode_nonfinite(total, out, maxima):
 
 
 @inlined
-def _write_squinch(kind, total, out, tile, seed, scratch, tables):
+def _scale_blocks(total, here, scratch, tables):
+    for group in range(4):
+        maxima, scales, largest = advance(scratch, MAXIMA), advance(scratch, SCALES), advance(scratch, LARGEST)
+        sq.block_scales(total, here, maxima, largest, scales, tables, group)
+
+
+@inlined
+def _write_nearest(total, out, tile, scratch, tables):
     here = advance(out, tile * TILE_BYTES)
-    maxima, scales = advance(scratch, MAXIMA), advance(scratch, SCALES)
+    _scale_blocks(total, here, scratch, tables)
     for group in range(4):
-        sq.block_scales(total, here, maxima, advance(scratch, LARGEST), scales, tables, group)
+        sq.nearest_codes(total, here, advance(scratch, SCALES), group)
+    if sq.maxima_nonfinite(advance(scratch, MAXIMA)) != 0:
+        _encode_nonfinite(total, here, advance(scratch, MAXIMA))
+
+
+@helper
+def _write_stochastic(total, out, tile, seed, scratch, tables):
+    here = advance(out, tile * TILE_BYTES)
+    _scale_blocks(total, here, scratch, tables)
     for group in range(4):
-        if kind == SQUINCH:
-            sq.nearest_codes(total, here, scales, group)
-        else:
-            sq.stochastic_codes(total, here, scales, group, tile, seed)
-    if sq.maxima_nonfinite(maxima) != 0:
-        _encode_nonfinite(total, here, maxima)
+        sq.stochastic_codes(total, here, advance(scratch, SCALES), group, tile, seed)
+    if sq.maxima_nonfinite(advance(scratch, MAXIMA)) != 0:
+        _encode_nonfinite(total, here, advance(scratch, MAXIMA))
 
 
 @helper
@@ -241,8 +254,10 @@ def _write_plain(kind, total, out, tile, used, stage):
 @inlined
 def _write(kind, total, out, count, tile, seed, scratch, tables):
     used = min(count - tile * TILE, TILE)
-    if kind in (SQUINCH, SQUINCH_SR):
-        _write_squinch(kind, total, out, tile, seed, scratch, tables)
+    if kind == SQUINCH:
+        _write_nearest(total, out, tile, scratch, tables)
+    elif kind == SQUINCH_SR:
+        _write_stochastic(total, out, tile, seed, scratch, tables)
     elif kind == INT8:
         _write_int8(total, out, count, tile, used, advance(scratch, STAGE))
     elif kind == NOTHING:
@@ -328,7 +343,10 @@ def transform(inputs, n_inputs, count, scale, residual, has_residual, kind, out,
             total = advance(out, tile * TILE * 4)
             for i in range(direct - 1, n_inputs):
                 source, input_factor = load_pointer(inputs, 3 * i + 1), load_f64(inputs, 3 * i + 2)
-                _read(load_i64(inputs, 3 * i), source, input_factor, count, tile, i == 0, total, scratch, tables)
+                if load_i64(inputs, 3 * i) == SQUINCH:
+                    _read_squinch(source, input_factor, tile, i == 0, total, advance(scratch, DECODED), tables)
+                else:
+                    _read(load_i64(inputs, 3 * i), source, input_factor, count, tile, i == 0, total, scratch, tables)
         else:
             _transform_tile(
                 inputs, n_inputs, count, tile, scale, residual, has_residual, kind, out, factor, back, seed, scratch, tables
