@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ def transport_options(config: Config, info: LaunchInfo) -> TransportOptions:
     """The part of the settings that transports know."""
     return TransportOptions(
         scheme=config.scheme,  # type: ignore[arg-type]
-        bind=config.bind_address or "127.0.0.1",
+        bind=config.bind_address or _own_address(info.address),
         port_range=config.port_range,
         host=config.host,
         peer_timeout_s=config.peer_timeout_s,
@@ -82,6 +83,20 @@ def transport_options(config: Config, info: LaunchInfo) -> TransportOptions:
         link_rate=None if config.link_rate is None else parse_rate(config.link_rate),
         io_threads=config.io_threads,
     )
+
+
+def _own_address(meeting: str | None) -> str:
+    """This machine's address on the way to where the ranks meet: what peers can reach it by, unless an interface is set."""
+    if meeting is None or not meeting.startswith("tcp://"):
+        return "127.0.0.1"
+    host, _, port = meeting.removeprefix("tcp://").rpartition(":")
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # datagrams: looks up the route, sends nothing
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no way to the meeting address {meeting}: {error}; check it, or set SQUINCH_INTERFACE") from None
 
 
 def join(backend: Backend, rank: int, exchange: Callable[[bytes], list[bytes]], config: Config) -> Communicator:

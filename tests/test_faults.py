@@ -241,6 +241,21 @@ def test_messages_that_do_not_fit_fail_on_both_sides_and_the_rest_goes_on() -> N
     run_world(2, body)
 
 
+def test_a_rank_that_took_its_message_may_leave_at_once() -> None:
+    def body(comm: Communicator) -> None:
+        for count in (1, 300_000):
+            array = np.zeros(count)
+            if comm.rank == 0:
+                comm.send(array, 1)
+                comm.recv(array, 1)
+            else:
+                comm.recv(array, 0)
+                comm.send(array, 0)
+
+    for _ in range(8):
+        run_world(2, body, transport="zmq")
+
+
 def test_a_message_nobody_receives_times_out() -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 0:

@@ -159,6 +159,7 @@ class PointToPoint:
         while frame is not None:
             self._take(frame)
             frame = self._transport.recv(0)
+        self._finish_sent()  # before a peer that took its message and left counts as lost
         self._check_peers_and_deadlines()
 
     def _patience(self) -> float:
@@ -185,10 +186,16 @@ class PointToPoint:
                 self._send(peer, wire.DATA, number, chunk, chunk.size, borrow=True)
                 message.moved += chunk.size
                 sent = True
-            elif message.ready and message.moved == message.data.size and self._transport.flush(0):
-                self._finish(self._sending, (peer, number))
-                sent = True
-        return sent
+        return self._finish_sent() or sent
+
+    def _finish_sent(self) -> bool:
+        """Finishes messages that the receiver has or, as far as this side knows, will have."""
+        done = [key for key, message in self._sending.items() if message.ready and message.moved == message.data.size]
+        if not done or not self._transport.flush(0):
+            return False
+        for key in done:
+            self._finish(self._sending, key)
+        return True
 
     def _send(self, peer: int, kind: int, number: int, payload: bytes | np.ndarray, nbytes: int, borrow: bool = False) -> None:
         out = self._indices["out"]
