@@ -46,7 +46,7 @@ _HOMES = {
         "errors",
     ),
 }
-__all__ = ["__version__", *_HOMES]
+__all__ = sorted(_HOMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

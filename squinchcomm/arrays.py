@@ -57,7 +57,9 @@ def flatten(array: Any, name: str, *, writable: bool) -> Flat:
 def _flatten_numpy(array: np.ndarray, name: str, writable: bool) -> Flat:
     dtype = canonical_dtype(array.dtype)
     if dtype not in DTYPE_CODES:
-        raise TypeError(f"{name} has dtype {array.dtype}, which cannot be sent; use a native bool, integer, float or complex type")
+        raise TypeError(
+            f"{name} has dtype {array.dtype}, which cannot be sent; use a native bool, integer, float or complex type"
+        )
     if writable and not array.flags.writeable:
         raise ValueError(f"{name} is read-only, but the result is written into it; pass a writable array")
     if array.flags.c_contiguous:

@@ -14,9 +14,9 @@ from squinchcomm.communicator import Communicator, Endpoints
 from squinchcomm.config import Config, configure_logging
 from squinchcomm.errors import ConfigError, MismatchError
 from squinchcomm.launch import LaunchInfo, detect
-from squinchcomm.transport.registry import get_backend
 from squinchcomm.transport.base import Backend, Listener
 from squinchcomm.transport.options import TransportOptions, parse_rate
+from squinchcomm.transport.registry import get_backend
 
 log = logging.getLogger("squinchcomm")
 
@@ -52,17 +52,21 @@ def init(
     log.info("rank %d of %d from %s, meeting at %s", info.rank, info.world_size, info.source, info.address)
     if info.world_size == 1:
         return join(get_backend("inproc"), 0, lambda blob: [blob], config)
-    backend = get_backend(config.transport, transport_options(config, info))
+    options = transport_options(config, info)
+    backend = get_backend(config.transport, options)
+    address = info.address
+    if address is None:
+        raise ConfigError(f"{info.world_size} ranks need an address to meet at: pass address, or set SQUINCH_ADDRESS")
 
     def exchange(blob: bytes) -> list[bytes]:
         from squinchcomm.transport.rendezvous import exchange as meet
 
         return meet(
-            info.address,
+            address,
             info.rank,
             info.world_size,
             blob,
-            options=transport_options(config, info),
+            options=options,
             timeout_s=config.connect_timeout_s,
         )
 
@@ -129,9 +133,7 @@ def pack_endpoints(listeners: Sequence[Listener], epoch: int, config: Config) ->
     )
 
 
-def connect(
-    backend: Backend, listeners: Sequence[Listener], rank: int, blobs: Sequence[bytes], config: Config
-) -> Communicator:
+def connect(backend: Backend, listeners: Sequence[Listener], rank: int, blobs: Sequence[bytes], config: Config) -> Communicator:
     """Connects this rank's listeners with those of `blobs`, one a rank, whose epoch is rank 0's."""
     everybody = [_read(blob, peer) for peer, blob in enumerate(blobs)]
     for peer, theirs in enumerate(everybody):

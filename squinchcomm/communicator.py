@@ -6,18 +6,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from squinchcomm.arguments import check_part, on_root, part_sizes, same_dtype
 from squinchcomm.arrays import Flat, flatten
 from squinchcomm.collectives import movement
 from squinchcomm.collectives.call import Call
-from squinchcomm.collectives.channel import Channel, Ticket
+from squinchcomm.collectives.channel import Channel
 from squinchcomm.collectives.coder import CodecCoder, Coder, PlainCoder, mix
 from squinchcomm.collectives.exchange import DIRECT_BYTES, DIRECT_RANKS, Exchange, direct_allreduce
 from squinchcomm.collectives.p2p import Message, PointToPoint
@@ -25,19 +25,17 @@ from squinchcomm.collectives.plan import Plan
 from squinchcomm.collectives.reduction import check_reduction
 from squinchcomm.collectives.wire import Signature
 from squinchcomm.config import Config
-from squinchcomm.errors import CommunicatorAborted, SquinchError
+from squinchcomm.errors import CommunicatorAborted
 from squinchcomm.kernels import warm_up
 from squinchcomm.kernels.codec import Codec
 from squinchcomm.kernels.dtypes import dtype_name
+from squinchcomm.lane import Body, Lane
 from squinchcomm.policy import choose_codec
-from squinchcomm.progress import Progress
 from squinchcomm.stats import Stats
 from squinchcomm.transport.base import Backend, Transport
 from squinchcomm.work import Work
 
 log = logging.getLogger("squinchcomm")
-
-Body = Callable[[Call], None]
 
 
 class Endpoints(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -83,11 +81,8 @@ class Communicator:
         self._backend = backend
         self._transports = transports
         self._channel = Channel(collectives, epoch, self.stats)
+        self._lane = Lane(self._channel, config.resolved_codec_threads(self.hosts.count(self.hosts[self.rank])))
         self._messages = PointToPoint(messages, epoch, self.stats)
-        self._progress = Progress(f"squinchcomm-{self.rank}")
-        threads = config.resolved_codec_threads(self.hosts.count(self.hosts[self.rank]))
-        self._pool = ThreadPoolExecutor(threads, f"squinchcomm-codec-{self.rank}") if threads > 1 else None
-        self._sequence = 0
         self._compressed_before: set[tuple[Any, ...]] = set()
         self._pid = os.getpid()
         self._closed = False
@@ -179,12 +174,11 @@ class Communicator:
         source = flatten(input, "input", writable=False)
         target = flatten(output, "output", writable=True)
         check_reduction(op, source.data.dtype)
-        _same_dtype(source, target)
-        parts = self._parts(counts, source.data.size, "input", target.data.size, "output")
+        same_dtype(source, target)
+        parts = part_sizes(counts, self.world_size, source.data.size, "input")
+        check_part(target, "output", parts, self.rank, "input")
         chosen = self._choose(codec, source.data, op, "reduce_scatter")
-        signature = Signature(
-            "reduce_scatter", op, source.data.dtype, source.data.size, tuple(parts), **_codec_fields(chosen)
-        )
+        signature = Signature("reduce_scatter", op, source.data.dtype, source.data.size, tuple(parts), **_codec_fields(chosen))
 
         def body(call: Call) -> None:
             coder = self._coder(chosen, source.data.dtype, op, call)
@@ -219,8 +213,9 @@ class Communicator:
         """
         source = flatten(input, "input", writable=False)
         target = flatten(output, "output", writable=True)
-        _same_dtype(source, target)
-        parts = self._parts(counts, target.data.size, "output", source.data.size, "input")
+        same_dtype(source, target)
+        parts = part_sizes(counts, self.world_size, target.data.size, "output")
+        check_part(source, "input", parts, self.rank, "output")
         chosen = self._choose(codec or "none", target.data, "", "all_gather")
         signature = Signature("all_gather", "", target.data.dtype, target.data.size, tuple(parts), **_codec_fields(chosen))
 
@@ -241,9 +236,7 @@ class Communicator:
         """Returns when all ranks have called it."""
         return self._submit(Signature("barrier"), movement.barrier, 0, async_op, timeout_s)
 
-    def broadcast(
-        self, array: Any, root: int = 0, *, async_op: bool = False, timeout_s: float | None = None
-    ) -> Work | None:
+    def broadcast(self, array: Any, root: int = 0, *, async_op: bool = False, timeout_s: float | None = None) -> Work | None:
         """Copies `array` of rank `root` into `array` of all ranks; same shape and dtype everywhere."""
         self._check_rank(root, "root")
         flat = flatten(array, "array", writable=self.rank != root)
@@ -262,7 +255,7 @@ class Communicator:
         """Concatenates `input` of all ranks, of one size, into `output` on rank `root`; elsewhere `output` is ignored."""
         self._check_rank(root, "root")
         source = flatten(input, "input", writable=False)
-        target = self._rooted(output, "output", source, root, writable=True)
+        target = on_root(output, "output", source, self.world_size, writable=True) if self.rank == root else None
         signature = Signature("gather", "", source.data.dtype, source.data.size * self.world_size, None, root)
 
         def body(call: Call) -> None:
@@ -279,7 +272,7 @@ class Communicator:
         """Gives rank r part r of `input` of rank `root` in `output`; elsewhere `input` is ignored."""
         self._check_rank(root, "root")
         target = flatten(output, "output", writable=True)
-        source = self._rooted(input, "input", target, root, writable=False)
+        source = on_root(input, "input", target, self.world_size, writable=False) if self.rank == root else None
         signature = Signature("scatter", "", target.data.dtype, target.data.size * self.world_size, None, root)
 
         def body(call: Call) -> None:
@@ -311,11 +304,11 @@ class Communicator:
         """
         source = flatten(input, "input", writable=False)
         target = flatten(output, "output", writable=True)
-        _same_dtype(source, target)
+        same_dtype(source, target)
         if np.may_share_memory(source.data, target.data):
             raise ValueError("input and output of all_to_all overlap; pass separate arrays")
-        sends = self._parts(input_counts, source.data.size, "input", None, "input_counts")
-        takes = self._parts(output_counts, target.data.size, "output", None, "output_counts")
+        sends = part_sizes(input_counts, self.world_size, source.data.size, "input")
+        takes = part_sizes(output_counts, self.world_size, target.data.size, "output")
         if sends[self.rank] != takes[self.rank]:
             raise ValueError(
                 f"input_counts[{self.rank}] is {sends[self.rank]} but output_counts[{self.rank}] is {takes[self.rank]}: "
@@ -344,7 +337,11 @@ class Communicator:
         Returns when the receiver has made its call and `array` may be changed. Independent of the order of collectives.
         """
         self._check_rank(dst, "dst")
-        return self._message(flatten(array, "array", writable=False), dst, tag, True, async_op, timeout_s)
+        work = self._message(flatten(array, "array", writable=False), dst, tag, True, timeout_s)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
     def recv(
         self, array: Any, src: int | None = None, tag: int = 0, *, async_op: bool = False, timeout_s: float | None = None
@@ -352,11 +349,13 @@ class Communicator:
         """Receives into `array` from rank `src`, or from any rank if None; returns the source's rank (its Work has it as `source`)."""
         if src is not None:
             self._check_rank(src, "src")
-        return self._message(flatten(array, "array", writable=True), src, tag, False, async_op, timeout_s)
+        work = self._message(flatten(array, "array", writable=True), src, tag, False, timeout_s)
+        if async_op:
+            return work
+        work.wait()
+        return work.source
 
-    def _message(
-        self, flat: Flat, peer: int | None, tag: int, outgoing: bool, async_op: bool, timeout_s: float | None
-    ) -> Work | int | None:
+    def _message(self, flat: Flat, peer: int | None, tag: int, outgoing: bool, timeout_s: float | None) -> Work:
         self._check_alive()
         if peer == self.rank:
             raise ValueError(f"{'dst' if outgoing else 'src'} is this rank ({peer}); a rank cannot message itself")
@@ -378,10 +377,7 @@ class Communicator:
                 arrived=None if outgoing else flat.write_back,
             )
         )
-        if async_op:
-            return work
-        work.wait()
-        return work.source
+        return work
 
     # --- groups, end ------------------------------------------------------------------------------------------------
 
@@ -396,7 +392,7 @@ class Communicator:
 
         listeners = bootstrap.listen(self._backend) if color is not None else ()
         try:
-            epoch = mix(self._channel.epoch, self._sequence) & 0xFFFFFFFF
+            epoch = mix(self._channel.epoch, self._lane.sequence) & 0xFFFFFFFF
             blob = bootstrap.pack_endpoints(listeners, epoch, self.config) if listeners else b""
             rows = self._exchange_blobs(msgspec.msgpack.encode((color, self.rank if key is None else key, blob)))
             entries = [msgspec.msgpack.decode(row, type=tuple[int | None, int, bytes]) for row in rows]
@@ -435,10 +431,8 @@ class Communicator:
             self._closed = True
         if self._pid != os.getpid():
             return
-        self._progress.close()
+        self._lane.close()
         self._messages.stop(CommunicatorAborted("the communicator was closed", rank=self.rank))
-        if self._pool is not None:
-            self._pool.shutdown()
         for transport in self._transports:
             transport.close()
 
@@ -452,44 +446,9 @@ class Communicator:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _submit(
-        self, signature: Signature, body: Body, raw_bytes: int, async_op: bool, timeout_s: float | None
-    ) -> Work | None:
+    def _submit(self, signature: Signature, body: Body, raw_bytes: int, async_op: bool, timeout_s: float | None) -> Work | None:
         self._check_alive()
-        timeout = self._timeout(timeout_s)
-
-        def make() -> tuple[Callable[[], None], Work]:
-            sequence = self._sequence
-            self._sequence += 1
-            ticket = None if async_op else Ticket(signature, self._channel.epoch, sequence, timeout)
-            work = Work(signature.op, sequence, self.rank)
-
-            def run() -> None:
-                self._execute(ticket or Ticket(signature, self._channel.epoch, sequence, timeout), body)
-                self.stats.collectives += 1
-                self.stats.raw_bytes += raw_bytes
-                self.stats.compressed += signature.codec_id != 0
-
-            return run, work
-
-        if async_op:
-            return self._progress.start(make)
-        self._progress.run(make)
-        return None
-
-    def _execute(self, ticket: Ticket, body: Body) -> None:
-        channel = self._channel
-        channel.check_usable(ticket)
-        try:
-            body(Call(channel, ticket, self._pool))
-        except SquinchError as error:
-            channel.fail(error)
-            raise
-        except BaseException as error:
-            # KeyboardInterrupt or a fault of ours: other ranks wait for frames that will not come.
-            reason = f"{ticket.op} #{ticket.sequence} on rank {self.rank} was broken off by {type(error).__name__}: {error}"
-            channel.fail(CommunicatorAborted(reason, rank=self.rank, op=ticket.op, sequence=ticket.sequence))
-            raise
+        return self._lane.submit(signature, body, raw_bytes, async_op, self._timeout(timeout_s))
 
     def _check_alive(self) -> None:
         if self._pid != os.getpid():
@@ -542,38 +501,6 @@ class Communicator:
     def _even_plan(self, data: np.ndarray, coder: Coder) -> Plan:
         return Plan.even(data.size, self.world_size, data.itemsize, coder.tile, self._chunk_bytes(data))
 
-    def _parts(self, counts: Sequence[int] | None, total: int, whole: str, own: int | None, part: str) -> list[int]:
-        ranks = self.world_size
-        if counts is None:
-            if total % ranks:
-                raise ValueError(f"{whole} has {total} elements, which {ranks} ranks cannot share equally; give counts")
-            counts = [total // ranks] * ranks
-        parts = [int(count) for count in counts]
-        if len(parts) != ranks or min(parts) < 0 or sum(parts) != total:
-            raise ValueError(f"counts {parts} must be {ranks} numbers, none negative, that add up to the {total} elements of {whole}")
-        if own is not None and parts[self.rank] != own:
-            raise ValueError(f"{part} has {own} elements where rank {self.rank}'s part of {whole} has {parts[self.rank]}")
-        return parts
-
-    def _rooted(self, array: Any, name: str, part: Flat, root: int, *, writable: bool) -> Flat | None:
-        """The array that holds everybody's parts, on root; None elsewhere."""
-        if self.rank != root:
-            return None
-        if array is None:
-            raise ValueError(f"{name} must be given on the root, rank {root}")
-        flat = flatten(array, name, writable=writable)
-        _same_dtype(part, flat)
-        if flat.data.size != part.data.size * self.world_size:
-            raise ValueError(f"{name} has {flat.data.size} elements; {self.world_size} ranks of {part.data.size} each need "
-                             f"{part.data.size * self.world_size}")
-        return flat
-
 
 def _codec_fields(codec: Codec) -> dict[str, Any]:
     return {"codec_id": codec.wire_id, "codec_version": codec.wire_version}
-
-
-def _same_dtype(first: Flat, second: Flat) -> None:
-    if first.data.dtype != second.data.dtype:
-        raise TypeError(f"input and output differ in dtype: {dtype_name(first.data.dtype)}, {dtype_name(second.data.dtype)}")
-

@@ -68,7 +68,9 @@ def test_reduce_scatter(world: Any, codec: str | None) -> None:
     checks.check_reduce_scatter(*world, codec)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.bool_, checks.BFLOAT16], ids=lambda dtype: dtype_name(np.dtype(dtype)))
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.int64, np.bool_, checks.BFLOAT16], ids=lambda dtype: dtype_name(np.dtype(dtype))
+)
 def test_all_gather(world: Any, dtype: Any) -> None:
     checks.check_all_gather(*world, dtype)
 

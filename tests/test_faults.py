@@ -81,7 +81,7 @@ def test_a_rank_that_does_not_call_is_named_after_the_timeout(transport: str) ->
         started = time.monotonic()
         if comm.rank == 1:
             time.sleep(1.5)
-            with pytest.raises((CollectiveTimeout, PeerLost)):
+            with pytest.raises((CollectiveTimeout, PeerLost)):  # noqa: PT012
                 comm.allreduce(ones(5))  # the others' contributions came in time, so this may still succeed
                 comm.barrier()
         else:
@@ -146,7 +146,7 @@ def test_a_rank_that_closes_is_lost_to_those_who_wait(transport: str) -> None:
         comm.barrier()
         if comm.rank == 2:
             return
-        with pytest.raises(PeerLost, match="rank 2.*closed its communicator") as caught:
+        with pytest.raises(PeerLost, match=r"rank 2.*closed its communicator") as caught:
             comm.allreduce(ones(50_000))
         assert caught.value.peer == 2
 
@@ -233,7 +233,7 @@ def test_a_forked_child_is_told_to_make_its_own() -> None:
 def test_messages_that_do_not_fit_fail_on_both_sides_and_the_rest_goes_on() -> None:
     def body(comm: Communicator) -> None:
         for sent, taken in ((ones(5), ones(6)), (ones(50_000), ones(50_000, np.int32))):
-            with pytest.raises(MismatchError, match="rank 0 sends .* rank 1 receives"):
+            with pytest.raises(MismatchError, match=r"rank 0 sends .* rank 1 receives"):
                 comm.send(sent, 1) if comm.rank == 0 else comm.recv(taken, 0)
         array = ones(20_000)
         comm.send(array, 1) if comm.rank == 0 else comm.recv(array, 0)
@@ -323,7 +323,7 @@ def test_damaged_frames_are_never_delivered_as_data(kind: str, codec: str) -> No
         damager = Damager(kind, 8 + trial, trial)
         finished: list[tuple[int, int, bytes]] = []
 
-        def body(comm: Communicator) -> None:
+        def body(comm: Communicator, finished: list[tuple[int, int, bytes]] = finished) -> None:
             for index in range(6):
                 array = random_array(comm.rank * 10 + index, 60_000)
                 comm.allreduce(array, codec=codec, timeout_s=1.0)

@@ -29,7 +29,11 @@ def test_policy() -> None:
 
 def test_what_stays_uncompressed_is_counted_with_its_reason() -> None:
     def body(comm: Communicator) -> None:
-        for array, op in ((np.ones(9, np.float32), "sum"), (np.ones(90_000, np.int32), "sum"), (np.ones(90_000, np.float32), "max")):
+        for array, op in (
+            (np.ones(9, np.float32), "sum"),
+            (np.ones(90_000, np.int32), "sum"),
+            (np.ones(90_000, np.float32), "max"),
+        ):
             comm.allreduce(array, op)
         assert dict(comm.stats.uncompressed) == {"small": 1, "dtype": 1, "op": 1}
         assert comm.stats.compressed == 0 and comm.stats.collectives == 3

@@ -140,7 +140,11 @@ def test_strangers_on_the_ports_do_not_disturb(groups: list[Group]) -> None:
     ports = {port for process in group.processes.values() for port in _listening_ports(process.pid)}
     assert ports
     for port in ports:
-        for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(500), b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL" + b"\0" * 48 + os.urandom(99)):
+        for garbage in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            os.urandom(500),
+            b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL" + b"\0" * 48 + os.urandom(99),
+        ):
             with socket.create_connection(("127.0.0.1", port), timeout=2.0) as stranger:
                 stranger.sendall(garbage)
     events = [group.events(rank) for rank in range(2)]

@@ -101,9 +101,7 @@ class Channel:
         self.transport.send(peer, header, payload, borrow=borrow)
         self.stats.sent_wire_bytes += nbytes + wire.HEADER_BYTES
 
-    def receive(
-        self, ticket: Ticket, waiting: dict[int, int], unsent: Collection[int] = (), *, block: bool
-    ) -> Piece | None:
+    def receive(self, ticket: Ticket, waiting: dict[int, int], unsent: Collection[int] = (), *, block: bool) -> Piece | None:
         """The next frame of this call from any peer.
 
         Args:
@@ -239,7 +237,11 @@ class Channel:
         self.stats.failures += 1
         kind = type(error).__name__
         note = FailureNote(
-            kind if kind in _KINDS else "CommunicatorAborted", str(error)[:_MAX_NOTE_CHARS], error.peer, error.op, error.sequence
+            kind if kind in _KINDS else "CommunicatorAborted",
+            str(error)[:_MAX_NOTE_CHARS],
+            error.peer,
+            error.op,
+            error.sequence,
         )
         payload = msgspec.msgpack.encode(note)
         ticket = Ticket(_ERROR_SIGNATURE, self.epoch, error.sequence or 0, 0.0)
@@ -272,5 +274,3 @@ def _codec_name(wire_id: int) -> str:
         return codec_by_wire_id(wire_id).name
     except KeyError:
         return f"number {wire_id}"
-
-

@@ -1,7 +1,7 @@
 """How one collective puts elements on the wire: as they are, or through a codec.
 
-Both coders have the same four steps, each over one chunk: `outgoing` makes the payload of a contribution, `combine` sums the
-contributions of all ranks and makes the payload of the result, `combine_into` sums them into an array, and `incoming` writes a payload to an array.
+Both coders have the same steps, each over one chunk: `outgoing` makes the payload of a contribution, `combine` sums the contributions
+of all ranks and makes the payload of the result, `combine_into` sums them into an array, `incoming` writes a payload to an array.
 """
 
 from __future__ import annotations

@@ -138,7 +138,9 @@ class PointToPoint:
                     self._stop = self._stop or error
             except Exception as error:  # a fault of ours must not leave callers waiting
                 with self._lock:
-                    self._stop = self._stop or CommunicatorAborted(f"point-to-point failed: {error!r}", rank=self._transport.rank)
+                    self._stop = self._stop or CommunicatorAborted(
+                        f"point-to-point failed: {error!r}", rank=self._transport.rank
+                    )
 
     def _start(self, message: Message) -> None:
         if not message.outgoing:
@@ -275,7 +277,9 @@ class PointToPoint:
         self._tell(peer, wire.CLEAR, Answer(note.number, None))
         if note.data is not None:
             if len(note.data) != message.data.size:
-                raise self._error(WireFormatError, f"rank {peer} announced {note.count} elements and sent {len(note.data)} bytes", peer)
+                raise self._error(
+                    WireFormatError, f"rank {peer} announced {note.count} elements and sent {len(note.data)} bytes", peer
+                )
             message.data[:] = np.frombuffer(note.data, np.uint8)
             self._finish(self._receiving, key, source=peer)
 
@@ -311,7 +315,11 @@ class PointToPoint:
         )
 
     def _finish(
-        self, table: dict[tuple[int, int], Message], key: tuple[int, int], error: Exception | None = None, source: int | None = None
+        self,
+        table: dict[tuple[int, int], Message],
+        key: tuple[int, int],
+        error: Exception | None = None,
+        source: int | None = None,
     ) -> None:
         message = table.pop(key)
         if error is None and message.arrived is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 # Raw bytes of a chunk: large enough that the cost of a frame does not show, small enough that a chunk stays in cache and that
 # the first and the last one, during which the link idles, do not show either.
@@ -25,7 +25,7 @@ class Plan:
     def __init__(self, bounds: Sequence[int], itemsize: int, tile: int, chunk_bytes: int = 0) -> None:
         self.bounds = bounds
         if not chunk_bytes:
-            largest = max(stop - start for start, stop in zip(bounds, bounds[1:], strict=False)) * itemsize
+            largest = max(stop - start for start, stop in pairwise(bounds)) * itemsize
             chunk_bytes = min(max(largest // CHUNKS_PER_SHARD, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
         self.chunk = max(1, round(chunk_bytes / itemsize / tile)) * tile
 

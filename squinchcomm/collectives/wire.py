@@ -53,9 +53,7 @@ OPS = (
 REDUCTIONS = ("", "sum", "avg", "min", "max", "product")
 DTYPES = tuple(
     np.dtype(name)
-    for name in (
-        "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 complex128".split()
-    )
+    for name in ("bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 complex128".split())
 ) + (BFLOAT16,)
 OP_CODES = {name: code for code, name in enumerate(OPS)}
 REDUCTION_CODES = {name: code for code, name in enumerate(REDUCTIONS)}

@@ -72,7 +72,9 @@ def check_allreduce(world: World, size: int, dtype: Any, op: str, counts: tuple[
         if dtype.kind in "biu":
             reduce = {"sum": np.add, "product": np.multiply, "min": np.minimum, "max": np.maximum}[op].reduce
             with np.errstate(over="ignore"):
-                np.testing.assert_array_equal(got[0], reduce(stack, axis=0, **({"dtype": dtype} if op in ("sum", "product") else {})))
+                np.testing.assert_array_equal(
+                    got[0], reduce(stack, axis=0, **({"dtype": dtype} if op in ("sum", "product") else {}))
+                )
         else:
             expected = ORACLES[op](stack, axis=0)
             scale = np.abs(stack).sum(axis=0) if op in ("sum", "avg") else np.abs(expected)
@@ -289,7 +291,7 @@ def check_views(world: World, size: int) -> None:
     def body(comm: Communicator) -> None:
         base = random_array(comm.rank, 9_000).reshape(30, 300)
         expected = np.sum([random_array(rank, 9_000).reshape(30, 300) for rank in range(comm.world_size)], axis=0)
-        for view in (lambda a: a[::2, 5:-3:7], lambda a: a.T, lambda a: np.asfortranarray(a), lambda a: a[3:4, 2], lambda a: a):
+        for view in (lambda a: a[::2, 5:-3:7], lambda a: a.T, np.asfortranarray, lambda a: a[3:4, 2], lambda a: a):
             array = base.copy()
             target = view(array)
             comm.allreduce(target)
@@ -313,7 +315,9 @@ def check_async(world: World, size: int) -> None:
         for index, work in enumerate(works):
             work.wait(30.0)
             assert work.is_completed() and work.exception() is None
-            expected = np.sum([random_array(rank * 1000 + index, arrays[index].size) for rank in range(comm.world_size)], axis=0)
+            expected = np.sum(
+                [random_array(rank * 1000 + index, arrays[index].size) for rank in range(comm.world_size)], axis=0
+            )
             np.testing.assert_allclose(arrays[index], expected, rtol=1e-4, atol=1e-5)
 
     world(size, body)
