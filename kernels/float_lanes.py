@@ -79,7 +79,7 @@ start_bf16, add_bf16 = _start(_read_bf16, "bf16"), _add(_read_bf16, "bf16")
 
 @emitter(types.void, types.voidptr, types.voidptr, types.int64)
 def stream_f32(builder: Any, total: Any, out: Any, group: Any) -> None:
-    """float32 written past the caches; `out` is a multiple of 64."""
+    """float32 written past the caches; `out` is a multiple of 16."""
     store(_scratch_f32(builder, total, group), _place(builder, out, group, 4), streaming=True)
 
 

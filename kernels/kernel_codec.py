@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
+import struct
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,16 +25,13 @@ from squinchcomm.kernels.dtypes import FLOAT32
 from squinchcomm.kernels.kinds import F32, F32_STREAMED, NOTHING, kind_of
 from squinchcomm.kernels.squinch6_tables import TABLES
 
-
-class Input(ctypes.Structure):
-    """One summand as the kernel reads it: encoded inputs are multiplied by `factor` after decoding."""
-
-    _fields_ = (("kind", ctypes.c_int64), ("address", ctypes.c_void_p), ("factor", ctypes.c_double))
-
+# One summand as the kernel reads it: kind, address, factor (encoded inputs are multiplied by it after decoding).
+Input = tuple[int, int, float]
+_INPUT_FORMAT = "qQd"
 
 # Outputs at least this large are written past the caches: they would not stay there, and a store that skips them does not
 # read the line first.
-STREAMED_BYTES = 16 << 20
+STREAMED_BYTES = 32 << 20
 _TABLES_ADDRESS = data_address(TABLES)
 # Where sums grow: in scratch memory, in the output, or in an output that is also the first summand.
 _THROUGH_SCRATCH, _IN_OUTPUT, _ONTO_OUTPUT = range(3)
@@ -57,8 +55,7 @@ class KernelCodec(Codec):
         float_array(src, "src")
         residual_array(residual, src.size)
         out = byte_output(out, self.encoded_nbytes(src.size, src.dtype))
-        inputs = (Input * 1)(_plain_input(src))
-        self._encode_sum(inputs, src.size, out, scale, residual, self._checked_seed(seed), src.dtype)
+        self._encode_sum([_plain_input(src)], src.size, out, scale, residual, self._checked_seed(seed), src.dtype)
         return out
 
     def decode(self, src: Any, count: int, out: np.ndarray | None = None, dtype: Any = FLOAT32) -> np.ndarray:
@@ -89,13 +86,13 @@ class KernelCodec(Codec):
         out = byte_output(out, self.encoded_nbytes(count, FLOAT32))
         alive, descriptions = self._inputs(inputs, count, FLOAT32)
         seed = self._checked_seed(seed)
-        self._encode_sum((Input * len(descriptions))(*descriptions), count, out, scale, None, seed, FLOAT32)
+        self._encode_sum(descriptions, count, out, scale, None, seed, FLOAT32)
         del alive
         return out
 
     def _encode_sum(
         self,
-        inputs: ctypes.Array[Input],
+        inputs: list[Input],
         count: int,
         out: np.ndarray,
         scale: float,
@@ -110,7 +107,7 @@ class KernelCodec(Codec):
         return self.encoded_kind
 
     def _encoded_input(self, encoded: np.ndarray, dtype: Any) -> Input:
-        return Input(self._kind(dtype), data_address(encoded), 1.0)
+        return self._kind(dtype), data_address(encoded), 1.0
 
     def _checked_seed(self, seed: int | None) -> int:
         return 0
@@ -133,22 +130,22 @@ class KernelCodec(Codec):
     def _sum(descriptions: list[Input], out: np.ndarray, scale: float) -> None:
         kind, place, direct = kind_of(out.dtype), data_address(out), _THROUGH_SCRATCH
         if kind == F32 and scale == 1:
-            shared = [description.address == place for description in descriptions]
+            shared = [address == place for _, address, _ in descriptions]
             if not any(shared):
                 direct = _IN_OUTPUT
             elif shared[0] and not any(shared[1:]):
                 direct = _ONTO_OUTPUT
-        if direct == _IN_OUTPUT and out.nbytes >= STREAMED_BYTES and place % 64 == 0:
+        if direct == _IN_OUTPUT and out.nbytes >= STREAMED_BYTES and place % 16 == 0:
             kind, direct = F32_STREAMED, _THROUGH_SCRATCH
-        call_kernel((Input * len(descriptions))(*descriptions), out.size, kind, place, scale=scale, direct=direct)
+        call_kernel(descriptions, out.size, kind, place, scale=scale, direct=direct)
 
 
 def _plain_input(array: np.ndarray) -> Input:
-    return Input(kind_of(array.dtype), data_address(array), 1.0)
+    return kind_of(array.dtype), data_address(array), 1.0
 
 
 def call_kernel(
-    inputs: ctypes.Array[Input],
+    inputs: list[Input],
     count: int,
     kind: int,
     place: int,
@@ -166,7 +163,7 @@ def call_kernel(
     """
     mode = 0 if residual is None else _ADD_RESIDUAL if kind == NOTHING else _UPDATE_RESIDUAL
     return kernel()(
-        ctypes.addressof(inputs),
+        struct.pack(_INPUT_FORMAT * len(inputs), *chain.from_iterable(inputs)),
         len(inputs),
         count,
         scale,

@@ -169,10 +169,10 @@ def load(builder: Any, element: Any, base: Any, nbytes: Any = 0) -> Lanes:
 
 
 def store(lanes: Lanes, base: Any, nbytes: Any = 0, *, streaming: bool = False) -> None:
-    """Sixteen neighbours to memory: of any alignment, or with `streaming` past the caches to a multiple of 64 bytes."""
+    """Sixteen neighbours to memory: of any alignment, or with `streaming` past the caches to a multiple of 16 bytes."""
     builder = lanes.builder
     pointer = builder.bitcast(address(builder, base, nbytes), lanes.value.type.as_pointer())
-    instruction = builder.store(lanes.value, pointer, align=64 if streaming else 1)
+    instruction = builder.store(lanes.value, pointer, align=16 if streaming else 1)
     if streaming:
         instruction.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import struct
 from typing import Any, ClassVar, Literal
@@ -47,7 +46,7 @@ class Squinch6(KernelCodec):
 
     def _encode_sum(
         self,
-        inputs: ctypes.Array[Input],
+        inputs: list[Input],
         count: int,
         out: np.ndarray,
         scale: float,
@@ -66,7 +65,7 @@ class Squinch6(KernelCodec):
         _TRAILER.pack_into(out.data, out.size - TRAILER_BYTES, exponent, 0)
 
     def _encoded_input(self, encoded: np.ndarray, dtype: Any) -> Input:
-        return Input(SQUINCH, data_address(encoded), math.ldexp(1.0, read_exponent(encoded)))
+        return SQUINCH, data_address(encoded), math.ldexp(1.0, read_exponent(encoded))
 
 
 class Squinch6SR(Squinch6):

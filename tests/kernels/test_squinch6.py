@@ -12,6 +12,7 @@ from hypothesis import given
 
 from squinchcomm.errors import WireFormatError
 from squinchcomm.kernels import get_codec, int8_reference, squinch6_reference
+from squinchcomm.kernels.kernel_codec import STREAMED_BYTES
 from squinchcomm.kernels.squinch6_tables import D, M, R
 from tests.conformance.codec_checks import same_bits
 
@@ -196,8 +197,8 @@ def test_bad_seeds(seed: int, error: type[Exception]) -> None:
 
 
 def test_large_outputs_are_the_same() -> None:
-    """Outputs of 16 MiB and more are written past the caches."""
-    count = (16 << 20) // 4 + 5
+    """Outputs of 32 MiB and more are written past the caches."""
+    count = STREAMED_BYTES // 4 + 5
     values = np.random.default_rng(1).standard_normal(count).astype(np.float32)
     encoded = NEAREST.encode(values)
     large = NEAREST.decode(encoded, count)
