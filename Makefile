@@ -44,7 +44,8 @@ lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/python tools/source_view.py $(VIEW)
-	$(BIN)/python tools/source_view.py $(VIEW) --run $(BIN)/mypy $(VIEW)/squinchcomm benchmarks tools
+	$(BIN)/python tools/source_view.py $(VIEW) --run $(BIN)/mypy $(VIEW)/squinchcomm tools
+	MYPYPATH=benchmarks $(BIN)/mypy --follow-imports=silent benchmarks
 	cd $(VIEW) && $(abspath $(BIN))/lint-imports --no-logo $(CURDIR)/pyproject.toml
 
 format: $(STAMP)
