@@ -36,7 +36,7 @@ def problems(runs: list[Run]) -> list[str]:
 def table(runs: list[Run], *, ranks: int, link_rate: str) -> Table:
     """A row a quantity, a column a run, and how the last run compares with the first."""
     first = runs[0]
-    title = f"{ranks} ranks, {link_rate} links, {first.parameters / 1e6:.2f} M parameters, {len(first.train_loss)} steps taken in turns"
+    title = f"ranks: {ranks}, links: {link_rate}, {first.parameters / 1e6:.2f} M parameters, {len(first.train_loss)} steps taken in turns"
     shown = Table(title=title, title_justify="left")
     shown.add_column("a step: median; a rank: rank 0")
     for run in runs:
@@ -95,7 +95,7 @@ def picture(runs: list[Run], path: Path, *, ranks: int, link_rate: str) -> None:
         axes.legend(frameon=False)
     wire.set_ylim(bottom=0)
     figure.suptitle(
-        f"Byte-level transformer, {runs[0].parameters / 1e6:.2f} M parameters, {ranks} ranks over emulated {link_rate} links",
+        f"Byte-level transformer, {runs[0].parameters / 1e6:.2f} M parameters, ranks: {ranks}, emulated links: {link_rate}",
         fontsize=13,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
