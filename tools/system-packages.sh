@@ -1,17 +1,21 @@
 #!/bin/sh
-# Installs the Debian packages that some tests and benchmarks use, where that is possible: as root, with apt.
-# Always succeeds: what stays missing makes tests skip by name.
+# Installs the Debian packages that setting up and some tests need, where that is possible: as root, with apt.
+# Always succeeds: without iproute2 tests in network namespaces are skipped, each by name.
 set -u
 
-if command -v ip >/dev/null && command -v tc >/dev/null; then
+packages=""
+command -v ip >/dev/null && command -v tc >/dev/null || packages="$packages iproute2"
+python3 -c 'import ensurepip' 2>/dev/null || packages="$packages python3-venv"
+if [ -z "$packages" ]; then
     exit 0
 fi
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
-    echo "iproute2 is missing and cannot be installed from here: tests in network namespaces will be skipped" >&2
+    echo "missing and not installable from here:$packages" >&2
     exit 0
 fi
 export DEBIAN_FRONTEND=noninteractive
-if ! { apt-get update -qq && apt-get install -y -qq --no-install-recommends iproute2; } >/dev/null </dev/null; then
-    echo "iproute2 could not be installed: tests in network namespaces will be skipped" >&2
+# shellcheck disable=SC2086 # a list of words
+if ! { apt-get update -qq && apt-get install -y -qq --no-install-recommends $packages; } >/dev/null </dev/null; then
+    echo "could not be installed:$packages" >&2
 fi
 exit 0
