@@ -3,7 +3,8 @@
 1. The sender announces (tag, dtype, count) with a number; a message of up to `INLINE_BYTES` travels in the announcement.
 2. The receiver matches announcements with its posted receives, in order for each (source, tag), and answers "clear"
    (send it) or "refuse" (dtype or count differ: both sides raise MismatchError).
-3. The sender sends the data in chunks, numbered like the announcement.
+3. The sender sends the data in chunks, numbered like the announcement; the receiver, when it has all, answers "clear" again:
+   the send is over, and its memory is the caller's.
 
 A thread of its own makes progress while calls are pending, independent of the collectives.
 """
@@ -37,7 +38,6 @@ from squinchcomm.work import Work
 
 INLINE_BYTES = 4 << 10
 _SLICE_S = 0.25
-_FLUSH_SLICE_S = 0.001  # nothing tells when a payload has left, so look again soon
 
 
 class Announcement(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -161,12 +161,9 @@ class PointToPoint:
         while frame is not None:
             self._take(frame)
             frame = self._transport.recv(0)
-        self._finish_sent()  # before a peer that took its message and left counts as lost
         self._check_peers_and_deadlines()
 
     def _patience(self) -> float:
-        if any(message.ready and message.moved == message.data.size for message in self._sending.values()):
-            return _FLUSH_SLICE_S
         nearest = min((message.deadline - time.monotonic() for message in self._pending()), default=_SLICE_S)
         return max(0.0, min(_SLICE_S, nearest))
 
@@ -185,25 +182,16 @@ class PointToPoint:
         for (peer, number), message in list(self._sending.items()):
             if message.ready and message.moved < message.data.size and self._transport.can_send(peer):
                 chunk = message.data[message.moved : message.moved + MAX_CHUNK_BYTES]
-                self._send(peer, wire.DATA, number, chunk, chunk.size, borrow=True)
+                self._send(peer, wire.DATA, number, chunk, chunk.size)
                 message.moved += chunk.size
                 sent = True
-        return self._finish_sent() or sent
+        return sent
 
-    def _finish_sent(self) -> bool:
-        """Finishes messages that the receiver has or, as far as this side knows, will have."""
-        done = [key for key, message in self._sending.items() if message.ready and message.moved == message.data.size]
-        if not done or not self._transport.flush(0):
-            return False
-        for key in done:
-            self._finish(self._sending, key)
-        return True
-
-    def _send(self, peer: int, kind: int, number: int, payload: bytes | np.ndarray, nbytes: int, borrow: bool = False) -> None:
+    def _send(self, peer: int, kind: int, number: int, payload: bytes | np.ndarray, nbytes: int) -> None:
         out = self._indices["out"]
         header = wire.frame_header(self._heads[kind], out[peer], 0, number % wire.MAX_CHUNK, payload, nbytes)
         out[peer] += 1
-        self._transport.send(peer, header, payload, borrow=borrow)
+        self._transport.send(peer, header, payload)
         self._stats.sent_wire_bytes += nbytes + wire.HEADER_BYTES
 
     def _take(self, frame: Frame) -> None:
@@ -236,18 +224,19 @@ class PointToPoint:
         message.data[message.moved : message.moved + payload.size] = payload
         message.moved += payload.size
         if message.moved == message.data.size:
+            self._tell(peer, wire.CLEAR, Answer(message.number, None))
             self._finish(self._receiving, (peer, number), source=peer)
 
     def _take_answer(self, peer: int, answer: Answer) -> None:
         message = self._sending.get((peer, answer.number))
         if message is None:
             raise self._error(WireFormatError, f"rank {peer} answered a message that was not sent", peer)
-        if answer.refusal is None:
-            message.ready = True
-            if message.data.size <= INLINE_BYTES:
-                message.moved = message.data.size
-        else:
+        if answer.refusal is not None:
             self._finish(self._sending, (peer, answer.number), self._error(MismatchError, answer.refusal, peer, message))
+        elif message.ready or message.data.size <= INLINE_BYTES:
+            self._finish(self._sending, (peer, answer.number))
+        else:
+            message.ready = True
 
     def _match(self) -> None:
         """Pairs announcements, oldest first, with the oldest receive that wants them."""
@@ -265,6 +254,7 @@ class PointToPoint:
         key = (peer, note.number % wire.MAX_CHUNK)
         self._receiving[key] = message
         message.peer = peer
+        message.number = note.number
         sent = wire.DTYPES[note.dtype] if 0 <= note.dtype < len(wire.DTYPES) else None
         if sent != message.dtype or note.count != message.count:
             refusal = (
