@@ -199,6 +199,7 @@ class InprocRendezvous:
         self._blobs: dict[int, bytes] = {}
         self._round = 0
         self._result: list[bytes] = []
+        self._missing: list[int] = []
 
     def exchange(self, rank: int, blob: bytes, timeout_s: float) -> list[bytes]:
         """The blobs of all ranks, in rank order.
@@ -215,20 +216,18 @@ class InprocRendezvous:
             self._blobs[rank] = blob
             mine = self._round
             if len(self._blobs) == self.world_size:
-                self._result = [self._blobs[each] for each in range(self.world_size)]
-                self._blobs = {}
-                self._round += 1
-                self._changed.notify_all()
-                return list(self._result)
-            if not self._changed.wait_for(lambda: self._round > mine, timeout_s):
-                del self._blobs[rank]
-                missing = sorted(set(range(self.world_size)) - set(self._blobs) - {rank})
-                raise PeerLost(
-                    f"no group was formed: {named(missing)} did not come within {timeout_s:g} s",
-                    rank=rank,
-                    peer=missing[0],
-                )
+                self._end_round([self._blobs[each] for each in range(self.world_size)], [])
+            elif not self._changed.wait_for(lambda: self._round > mine, timeout_s):
+                self._end_round([], [each for each in range(self.world_size) if each not in self._blobs])
+            if self._missing:
+                reason = f"{named(self._missing)} did not come within {timeout_s:g} s"
+                raise PeerLost(f"no group was formed: {reason}", rank=rank, peer=self._missing[0])
             return list(self._result)
+
+    def _end_round(self, result: list[bytes], missing: list[int]) -> None:
+        self._result, self._missing, self._blobs = result, missing, {}
+        self._round += 1
+        self._changed.notify_all()
 
 
 def named(ranks: list[int]) -> str:

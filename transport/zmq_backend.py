@@ -28,6 +28,7 @@ class Inbox:
 
     def __init__(self, options: TransportOptions, security: Security) -> None:
         self.context: ZmqContext = acquire_context(options.io_threads)
+        self._pid = os.getpid()
         self._domain = secrets.token_hex(8)
         self.context.admit(self._domain, security)
         self.socket = self.context.zmq.socket(zmq.PULL)
@@ -78,6 +79,8 @@ class Inbox:
         raise AssertionError("an empty port range")
 
     def close(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child only has copies of what its parent still uses
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close(0)

@@ -114,8 +114,8 @@ def _answer_zap(replies: zmq.Socket[bytes], policies: dict[str, Security]) -> No
             replies.send_multipart(_decide(request, policies))
         except zmq.ContextTerminated:
             break
-        except zmq.ZMQError:
-            log.exception("the ZAP handler could not answer")
+        except Exception:  # without this thread nobody could connect any more
+            log.exception("a ZAP request was not answered")
     replies.close(0)
 
 
