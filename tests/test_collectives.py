@@ -14,16 +14,17 @@ from squinchcomm.transport.options import TransportOptions
 from tests.conformance import collective_checks as checks
 from tests.worlds import WORLD_SIZES, run_world
 
-WORLDS = [("inproc", size) for size in WORLD_SIZES] + [("zmq-ipc", 3), ("zmq-tcp", 4)]
+# The narrowest window shows what waits for what.
+WORLDS = [("inproc", size, 32) for size in WORLD_SIZES] + [("inproc", 4, 2), ("zmq-ipc", 5, 2), ("zmq-tcp", 4, 32)]
 FLOATS = [dtype for dtype in checks.DTYPES if dtype.kind in "fV"]
 OTHERS = [dtype for dtype in checks.DTYPES if dtype.kind not in "fV"]
 
 
-@pytest.fixture(params=WORLDS, ids=lambda world: f"{world[0]}-{world[1]}")
+@pytest.fixture(params=WORLDS, ids=lambda world: "{}-{}-window{}".format(*world))
 def world(request: Any) -> tuple[Any, int]:
-    name, size = request.param
+    name, size, window = request.param
     transport, _, scheme = name.partition("-")
-    options = TransportOptions(scheme=scheme) if scheme else None
+    options = TransportOptions(scheme=scheme or "auto", window=window)
     return functools.partial(run_world, transport=transport, options=options), size
 
 

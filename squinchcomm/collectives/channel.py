@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from squinchcomm.transport.base import Frame, Transport
 log = logging.getLogger("squinchcomm")
 
 _WAIT_SLICE_S = 0.25
+_FLUSH_SLICE_S = 0.4  # a peer that got everything and left is lost, too: its memory comes back sooner than this
 _KINDS = {
     "PeerLost": PeerLost,
     "CollectiveTimeout": CollectiveTimeout,
@@ -121,10 +122,11 @@ class Channel:
             if not block:
                 return None
             started = time.monotonic()
+            lost = dict(self.transport.lost)  # before the wait: what they sent is here, and comes first
             frame = self.transport.recv(max(0.0, min(_WAIT_SLICE_S, ticket.deadline - started)))
             self.stats.wait_s += time.monotonic() - started
             if frame is None:
-                self._check_wait(ticket, {*waiting, *unsent})
+                self._check_wait(ticket, {*waiting, *unsent}, lost)
                 return None
         payload = self._admit(ticket, frame)
         if frame.peer in self._early:
@@ -134,11 +136,12 @@ class Channel:
 
     def flush(self, ticket: Ticket, peers: Collection[int]) -> None:
         """Waits until all borrowed payloads are the caller's again."""
-        while not self.transport.flush(0.1):
+        while not self.transport.flush(_FLUSH_SLICE_S):
+            lost = dict(self.transport.lost)
             frame = self.transport.recv(0)
             if frame is not None:
                 self._early.setdefault(frame.peer, deque()).append((frame, self._admit(ticket, frame)))
-            self._check_wait(ticket, peers)
+            self._check_wait(ticket, peers, lost)
 
     def _pop_early(self, peer: int) -> tuple[Frame, np.ndarray]:
         early = self._early[peer]
@@ -200,10 +203,9 @@ class Channel:
             sequence=note.sequence,
         )
 
-    def _check_wait(self, ticket: Ticket, peers: Collection[int]) -> None:
+    def _check_wait(self, ticket: Ticket, peers: Collection[int], lost: Mapping[int, str]) -> None:
         if self.abort_reason is not None:
             raise self._error(CommunicatorAborted, f"aborted: {self.abort_reason}", ticket)
-        lost = self.transport.lost
         for peer in lost:
             if peer in peers:
                 raise self._error(PeerLost, f"rank {peer} was lost: {lost[peer]}", ticket, peer)

@@ -157,11 +157,12 @@ class PointToPoint:
 
     def _progress(self) -> None:
         sent = self._send_some()
+        lost = dict(self._transport.lost)  # before the wait: what they sent is here, and comes first
         frame = self._transport.recv(0 if sent else self._patience())
         while frame is not None:
             self._take(frame)
             frame = self._transport.recv(0)
-        self._check_peers_and_deadlines()
+        self._check_peers_and_deadlines(lost)
 
     def _patience(self) -> float:
         nearest = min((message.deadline - time.monotonic() for message in self._pending()), default=_SLICE_S)
@@ -273,8 +274,8 @@ class PointToPoint:
             message.data[:] = np.frombuffer(note.data, np.uint8)
             self._finish(self._receiving, key, source=peer)
 
-    def _check_peers_and_deadlines(self) -> None:
-        lost, now = self._transport.lost, time.monotonic()
+    def _check_peers_and_deadlines(self, lost: dict[int, str]) -> None:
+        now = time.monotonic()
         if not lost and not any(message.deadline <= now for message in self._pending()):
             return
         for table in (self._sending, self._receiving):
