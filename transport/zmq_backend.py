@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import secrets
+import threading
 import weakref
 from collections.abc import Sequence
 
@@ -20,6 +22,7 @@ from .zmq_context import ZmqContext, acquire_context, release_context
 from .zmq_link import HANDSHAKE_MS, Monitor, Target, connect_links, queue_limit
 from .zmq_transport import ZmqTransport, max_message_bytes
 
+_FILES_PER_PEER = 7
 _CONNECTION_ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPT_FAILED
 
 
@@ -41,6 +44,20 @@ class Inbox:
         self.socket.set(zmq.MAXMSGSIZE, max_message_bytes(options))
         self.socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self.socket.set(zmq.BACKLOG, 1024)
+        self._waker = self.context.zmq.socket(zmq.PUSH)
+        self._waker.set(zmq.LINGER, 0)
+        self._waking = threading.Lock()
+        self.woken = False  # the empty message has not been read yet
+        alarm = f"inproc://squinchcomm-wake-{self._domain}"
+        self.socket.bind(alarm)
+        self._waker.connect(alarm)
+
+    def wake(self) -> None:
+        """Puts one empty message into the socket, which ends a wait at once. Any thread; nothing happens after `close`."""
+        with self._waking:
+            if not (self.woken or self._waker.closed) and os.getpid() == self._pid:
+                self.woken = True
+                self._waker.send(b"", zmq.NOBLOCK)
 
     def hung_up(self) -> list[int]:
         """Ranks whose connection to us ended since the last call. Connections that ended before their hello go into `rejected`.
@@ -83,6 +100,8 @@ class Inbox:
             return  # a forked child only has copies of what its parent still uses
         self.socket.disable_monitor()
         self.monitor.close()
+        with self._waking:
+            self._waker.close(0)
         self.socket.close(0)
         self.context.retract(self._domain)
         release_context(self.context)
@@ -121,6 +140,7 @@ class ZmqListener(Listener):
             raise RuntimeError("this listener is closed or already connected")
         inbox = self._inbox
         try:
+            _check_open_files(len(addresses) - 1)
             group = [decode_address(blob, peer) for peer, blob in enumerate(addresses)]
             targets = [self._target(peer, address) for peer, address in enumerate(group) if peer != rank]
             if group[rank] != self._own:
@@ -147,7 +167,7 @@ class ZmqListener(Listener):
         if endpoint is None:
             raise ConfigError(
                 f"rank {peer} is on another host and listens at {address.tcp}, which cannot be reached from here; set bind "
-                "(SQUINCH_BIND) to the address of a network interface on every rank",
+                "(SQUINCH_INTERFACE) to the address of a network interface on every rank",
                 peer=peer,
             )
         return Target(peer, endpoint, address.session)
@@ -163,6 +183,19 @@ class ZmqBackend(Backend):
 
     def listen(self) -> Listener:
         return ZmqListener(self._options)
+
+
+def _check_open_files(peers: int) -> None:
+    """Refuses early what zmq would answer with an abort in its I/O thread."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if not os.path.isdir("/proc/self/fd") or limit == resource.RLIM_INFINITY:
+        return
+    free = limit - len(os.listdir("/proc/self/fd"))
+    if peers * _FILES_PER_PEER > free:
+        raise ConfigError(
+            f"{peers + 1} ranks need about {peers * _FILES_PER_PEER} open files here, but only {free} of {limit} are left: "
+            "raise the limit (ulimit -n)"
+        )
 
 
 def _interface(bind: str) -> str:

@@ -32,7 +32,7 @@ _PREFIX_BYTES = _PREFIX.size
 _WHOLE, _SPLIT, _CREDIT, _GOODBYE, _HELLO = range(5)
 
 _JOIN_BELOW = 32 << 10  # smaller payloads travel in one part with their header
-_SLICE_S = 0.05  # how long a wait sleeps before it looks after wake and lost peers
+_SLICE_S = 0.05  # how long a wait sleeps before it looks after lost peers
 _LAST_FRAME_S = 0.1  # for what the pacer has just released to leave
 _BROKE = "broke the transport protocol"
 _GRACE_S = 0.1  # what a peer sent before its connection broke may still be on its way to us
@@ -87,7 +87,6 @@ class ZmqTransport(Transport, ForkAware):
         self._lost: dict[int, str] = {}
         self._news = False
         self._looked_at = 0.0
-        self._woken = False
         self._borrowed: list[zmq.MessageTracker | PacedLoan] = []
         self._pacer: Pacer | None = None
         self._put: Callable[..., zmq.MessageTracker | PacedLoan | None] = put
@@ -162,6 +161,9 @@ class ZmqTransport(Transport, ForkAware):
                 part = self._wait(deadline)
                 if part is None:
                     return None
+            if not part:
+                self._inbox.woken = False
+                return None
             frame = self._accept(part)
             if frame is not None:
                 return frame
@@ -256,7 +258,7 @@ class ZmqTransport(Transport, ForkAware):
     # --- the end of peers, and ours
 
     def _look_around(self, now: float) -> bool:
-        """Reads the monitors; True if recv should return: it was woken, or somebody is lost."""
+        """Reads the monitors; True if recv should return because somebody is lost."""
         self._looked_at = now
         hung_up = self._inbox.hung_up()
         for link in self._links:
@@ -267,9 +269,6 @@ class ZmqTransport(Transport, ForkAware):
                 self._lose(link, link.suspect[0])
         returning = self._news
         self._news = False
-        if self._woken:
-            self._woken = False
-            returning = True
         return returning
 
     def _lose(self, link: PeerLink, reason: str) -> None:
@@ -296,7 +295,7 @@ class ZmqTransport(Transport, ForkAware):
         return self._inbox.rejected
 
     def wake(self) -> None:
-        self._woken = True
+        self._inbox.wake()
 
     def close(self, linger_s: float = 1.0) -> None:
         if self._free.detach() is None:

@@ -141,6 +141,14 @@ def test_interfaces_that_cannot_be_had(bind, message):
         get_listener(bind=bind, security="none")
 
 
+def test_too_few_open_files_are_an_early_error(monkeypatch):
+    own, other = get_listener(), get_listener()
+    monkeypatch.setattr("resource.getrlimit", lambda _: (10, 10))
+    with pytest.raises(ConfigError, match=r"2 ranks need about 7 open files.*ulimit -n"):
+        own.connect(0, [own.address, other.address], 1.0)
+    other.close()
+
+
 def check_idle_receiver(seconds: float) -> None:
     with checks.group(functools.partial(checks.connect_group, "zmq"), 2, scheme="tcp", peer_timeout_s=1.0) as (a, b):
         while a.can_send(1):
