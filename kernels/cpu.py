@@ -135,18 +135,19 @@ def _decode_nonfinite(tile, out):
 
 
 @inlined
-def _read_squinch(source, factor, tile, first, total, decoded, tables):
+def _read_squinch(source, factor, tile, first, total, scratch, tables):
     here = advance(source, tile * TILE_BYTES)
-    nonfinite = sq.has_nonfinite_block(here) != 0
+    decoded, factors = advance(scratch, DECODED), advance(scratch, SCALES)
+    nonfinite = sq.block_factors(here, factors, tables) == 255
     if factor == 1.0 and not nonfinite:
         for group in range(4):
             if first:
-                sq.decode_group(here, total, tables, group)
+                sq.decode_group(here, total, factors, group)
             else:
-                sq.add_group(here, total, tables, group)
+                sq.add_group(here, total, factors, group)
         return
     for group in range(4):
-        sq.decode_group(here, decoded, tables, group)
+        sq.decode_group(here, decoded, factors, group)
     if nonfinite:
         _decode_nonfinite(here, decoded)
     if factor != 1.0:
@@ -167,7 +168,7 @@ def _read(kind, source, factor, count, tile, first, total, scratch, tables):
     elif kind == INT8:
         _read_int8(source, count, tile, used, first, total, stage)
     else:
-        _read_squinch(source, factor, tile, first, total, advance(scratch, DECODED), tables)
+        _read_squinch(source, factor, tile, first, total, scratch, tables)
 
 
 @helper
@@ -187,8 +188,8 @@ def _encode_nonfinite(total, out, maxima):
 
 @inlined
 def _scale_blocks(total, here, scratch, tables):
+    maxima, scales, largest = advance(scratch, MAXIMA), advance(scratch, SCALES), advance(scratch, LARGEST)
     for group in range(4):
-        maxima, scales, largest = advance(scratch, MAXIMA), advance(scratch, SCALES), advance(scratch, LARGEST)
         sq.block_scales(total, here, maxima, largest, scales, tables, group)
 
 
@@ -344,7 +345,7 @@ def transform(inputs, n_inputs, count, scale, residual, has_residual, kind, out,
             for i in range(direct - 1, n_inputs):
                 source, input_factor = load_pointer(inputs, 3 * i + 1), load_f64(inputs, 3 * i + 2)
                 if load_i64(inputs, 3 * i) == SQUINCH:
-                    _read_squinch(source, input_factor, tile, i == 0, total, advance(scratch, DECODED), tables)
+                    _read_squinch(source, input_factor, tile, i == 0, total, scratch, tables)
                 else:
                     _read(load_i64(inputs, 3 * i), source, input_factor, count, tile, i == 0, total, scratch, tables)
         else:

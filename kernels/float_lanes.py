@@ -20,6 +20,7 @@ from squinchcomm.kernels.lanes import (
     Lanes,
     address,
     broadcast,
+    constant,
     emitter,
     load,
     load_ahead,
@@ -46,7 +47,20 @@ def _read_f64(builder: Any, base: Any, group: Any) -> Lanes:
 
 
 def _read_f16(builder: Any, base: Any, group: Any) -> Lanes:
-    return load_ahead(builder, HALF, _place(builder, base, group, 2)).to(FLOAT)
+    place = _place(builder, base, group, 2)
+    if _has_half(builder):
+        return load_ahead(builder, HALF, place).to(FLOAT)
+    bits = load_ahead(builder, I16, place).to(I32)
+    # The exponent is moved by a multiplication, which also normalises subnormals; infinity and NaN get theirs by hand.
+    shifted = (bits & 0x7FFF) << 13
+    finite = (shifted.as_float() * 2.0**112).bits()
+    magnitude = shifted.compare("<", 0x7C00 << 13).choose(finite, shifted | 0x7F800000)
+    return (magnitude | ((bits & 0x8000) << 16)).as_float()
+
+
+def _has_half(builder: Any) -> bool:
+    """Whether LLVM has instructions for float16: otherwise it calls functions that nobody provides."""
+    return not builder.module.triple.startswith(("x86", "i386", "i686")) or "f16c" in builder.features
 
 
 def _read_bf16(builder: Any, base: Any, group: Any) -> Lanes:
@@ -97,8 +111,20 @@ def write_f64(builder: Any, total: Any, out: Any, group: Any) -> None:
 
 @emitter(types.void, types.voidptr, types.voidptr, types.int64)
 def write_f16(builder: Any, total: Any, out: Any, group: Any) -> None:
-    """Nearest even."""
-    store(_scratch_f32(builder, total, group).to(HALF), _place(builder, out, group, 2))
+    """Nearest even; a NaN is made quiet."""
+    values = _scratch_f32(builder, total, group)
+    place = _place(builder, out, group, 2)
+    if _has_half(builder):
+        store(values.to(HALF), place)
+        return
+    bits = values.bits()
+    magnitude = bits & 0x7FFFFFFF
+    normal = (magnitude + ((magnitude >> 13) & 1) + (0xFFF - (112 << 23) & 0xFFFFFFFF)) >> 13
+    subnormal = (magnitude.as_float() + 0.5).bits() - 0x3F000000  # the addition rounds at the last bit of a half
+    finite = magnitude.compare("<", 113 << 23).choose(subnormal, normal)
+    special = magnitude.compare(">", 0x7F800000).choose(constant(builder, I32, 0x7E00), 0x7C00)
+    half = magnitude.compare("<", 143 << 23).choose(finite, special)
+    store((half | ((bits >> 16) & 0x8000)).to(I16), place)
 
 
 @emitter(types.void, types.voidptr, types.voidptr, types.int64)
@@ -142,7 +168,7 @@ def largest_magnitude(builder: Any, block: Any) -> Any:
     largest = load(builder, I32, block) & 0x7FFFFFFF
     for group in range(1, 128 // WIDTH):
         largest = largest.maximum(load(builder, I32, block, group * WIDTH * 4) & 0x7FFFFFFF)
-    return largest.reduce_maximum()
+    return largest.reduce("umax")
 
 
 @emitter(types.void, types.voidptr, types.voidptr, types.float32, types.int64)

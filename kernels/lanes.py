@@ -126,9 +126,9 @@ class Lanes:
         """`self * factor + term`, fused or not as the machine likes: use it only where the product is exact."""
         return self.call("llvm.fmuladd", factor, term)
 
-    def reduce_maximum(self) -> Any:
-        """The largest of the unsigned integers, as a scalar IR value."""
-        name = f"llvm.vector.reduce.umax.v{WIDTH}i{self.element.width}"
+    def reduce(self, operation: str) -> Any:
+        """The "umax" or "umin" of the integers, as a scalar IR value."""
+        name = f"llvm.vector.reduce.{operation}.v{WIDTH}i{self.element.width}"
         signature = ir.FunctionType(self.element, [self.value.type])
         return self.builder.call(cgutils.get_or_insert_function(self.builder.module, signature, name), [self.value])
 
@@ -194,10 +194,15 @@ def load_ahead(builder: Any, element: Any, base: Any, nbytes: Any = 0) -> Lanes:
 
 
 def emitter(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Makes a Numba intrinsic from `emit(builder, *argument values)`, with fixed types; no result if `emit` returns None."""
+    """Makes a Numba intrinsic from `emit(builder, *argument values)`, with fixed types; no result if `emit` returns None.
+
+    The builder has an attribute `features`: the names of the target's vector extensions.
+    """
 
     def decorate(emit: Callable[..., Any]) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            _, _, features = context.codegen().magic_tuple()
+            builder.features = {name[1:] for name in features.split(",") if name.startswith("+")}
             value = emit(builder, *args)
             return context.get_dummy_value() if value is None else value
 

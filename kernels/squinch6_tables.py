@@ -29,8 +29,11 @@ M = _scales()
 R = np.divide(np.float32(225), M, out=np.zeros_like(M), where=M > 0)
 D = M / np.float32(225)
 
-# What the kernel looks up, one row a q.
-TABLES = np.stack([M, R, np.roll(R, -1), D], axis=1)
+# What the kernel looks up, behind one address: a row (M(q), R(q), R(q+1), D(q)) for each q, then D as a column, which is read
+# 32 entries at a time and padded for that.
+ROW_BYTES = 16
+D_COLUMN = 256 * ROW_BYTES
+TABLES = np.concatenate([np.stack([M, R, np.roll(R, -1), D], axis=1).reshape(-1), D, np.zeros(32, np.float32)])
 
 _k = np.arange(15)
 # A magnitude u = |x| * R(q) gets code k when NEAREST[k-1] <= u < NEAREST[k].

@@ -59,3 +59,13 @@ def test_nothing_writable_means_a_compilation_and_a_warning(
     monkeypatch.setattr(CFunc, "compile", lambda self: None)
     kernel_compile._compiled()
     assert "no locator available" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_processor_without_extensions(tmp_path: Path) -> None:
+    """Neither AVX nor float16 instructions: other code, the same bits."""
+    tests = [str(Path(__file__).with_name("test_conformance.py")), str(Path(__file__).with_name("test_squinch6.py"))]
+    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
