@@ -3,8 +3,8 @@
     python benchmarks/codecs.py                          # 1 MiB (in the caches) and 64 MiB (in memory), about a minute
     python benchmarks/codecs.py --codecs squinch6 --sizes 1M -J codecs.json
 
-All contenders of a size run in turn in every round; a ratio is the copy's time over the operation's time in the same
-round, so that a slow moment of the machine hits both. 1.0 is as fast as `np.copyto`; speeds count the bytes of float32.
+The copy and all operations of a codec run in turn in every round; a ratio is the copy's time over the operation's time in the
+same round, so that a slow moment of the machine hits both. 1.0 is as fast as `np.copyto`; speeds count the bytes of float32.
 """
 
 from __future__ import annotations
@@ -69,25 +69,22 @@ def operations(codec: Codec, values: np.ndarray, other: np.ndarray) -> dict[str,
     }
 
 
-def measure(names: list[str], nbytes: int, budget_s: float) -> list[Row]:
-    """Rounds of all contenders until the time is used up, five at least."""
+def measure(name: str, nbytes: int, budget_s: float) -> list[Row]:
+    """Rounds of the copy and a codec's operations until the time is used up, five at least."""
     values = np.random.default_rng(0).standard_normal(nbytes // 4, dtype=np.float32)
     other = np.zeros_like(values)
-    contenders: dict[tuple[str, str], Callable[[], Any]] = {("-", "copy"): lambda: np.copyto(other, values)}
-    for name in names:
-        for operation, call in operations(get_codec(name), values, other).items():
-            contenders[name, operation] = call
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in contenders}
+    # The copy overwrites what the sums leave.
+    contenders = {"copy": lambda: np.copyto(other, values), **operations(get_codec(name), values, other)}
+    times: dict[str, list[float]] = {key: [] for key in contenders}
     for call in contenders.values():
         call()
     end = time.perf_counter() + budget_s
-    while time.perf_counter() < end or len(times["-", "copy"]) < 5:
+    while time.perf_counter() < end or len(times["copy"]) < 5:
         for key, call in contenders.items():
             start = time.perf_counter()
             call()
             times[key].append(time.perf_counter() - start)
-            other.fill(0)  # sums must not grow; also gives every contender the same caches
-    return [_row(key, nbytes, times[key], times["-", "copy"]) for key in contenders]
+    return [_row((name, key), nbytes, times[key], times["copy"]) for key in contenders]
 
 
 def _row(key: tuple[str, str], nbytes: int, seconds: list[float], copy: list[float]) -> Row:
@@ -143,7 +140,7 @@ def main() -> None:
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     facts = machine()
     names = options.codecs or list(codec_names())
-    rows = [row for nbytes in options.sizes for row in measure(names, nbytes, options.budget)]
+    rows = [row for nbytes in options.sizes for name in names for row in measure(name, nbytes, options.budget / len(names))]
     print(report(facts, rows))
     if options.json:
         options.json.write_text(json.dumps({"machine": facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
