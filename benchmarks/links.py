@@ -1,7 +1,7 @@
 """All-reduce through squinchcomm and gloo, interleaved on the same links of chosen rates.
 
     python benchmarks/links.py --quick            # 4 ranks, a few sizes, about 2 minutes
-    python benchmarks/links.py --report           # everything, about 20 minutes; report in benchmarks/reports/
+    python benchmarks/links.py --report           # everything, about 15 minutes; report in benchmarks/reports/
 
 As root every rank lives in a network namespace with a shaped link. Otherwise squinchcomm's own rate limiter
 emulates the links, and gloo, which has none, is only measured unshaped.

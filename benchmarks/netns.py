@@ -14,8 +14,9 @@ from typing import Self
 SUBNET = "10.77.0"
 INTERFACE = "eth0"
 MTU = 1500
-_BURST_S = 200e-6  # of traffic that may pass at once; more would let small messages exceed the rate
-_MIN_BURST_BYTES = 128 * 1024  # two GSO packets; less and the shaper cannot reach its rate
+# Traffic that may pass at once: more would let small messages exceed the rate, less and a busy machine cannot reach it.
+_MAX_BURST_S, _MIN_BURST_S = 1e-3, 200e-6
+_MIN_BURST_BYTES, _GOOD_BURST_BYTES = 16 * 1024, 128 * 1024
 _QUEUE_S = 50e-3  # of traffic that may wait in the link before it is dropped
 _MIN_QUEUE_BYTES = 1024 * 1024
 
@@ -89,9 +90,10 @@ def _shape(namespace: str, interface: str, bits_per_s: float | None) -> None:
         # There is nothing to delete on a link that was never shaped.
         subprocess.run([*base, "delete", "dev", interface, "root"], capture_output=True, check=False)
         return
-    burst = max(_MIN_BURST_BYTES, int(bits_per_s / 8 * _BURST_S))
-    queue = max(_MIN_QUEUE_BYTES, int(bits_per_s / 8 * _QUEUE_S))
-    limits = ["rate", f"{int(bits_per_s)}bit", "burst", f"{burst}b", "limit", f"{queue}b"]
+    bytes_per_s = bits_per_s / 8
+    burst = max(_MIN_BURST_BYTES, min(bytes_per_s * _MAX_BURST_S, max(_GOOD_BURST_BYTES, bytes_per_s * _MIN_BURST_S)))
+    queue = max(_MIN_QUEUE_BYTES, int(bytes_per_s * _QUEUE_S))
+    limits = ["rate", f"{int(bits_per_s)}bit", "burst", f"{int(burst)}b", "limit", f"{queue}b"]
     _run([*base, "replace", "dev", interface, "root", "tbf", *limits])
 
 
