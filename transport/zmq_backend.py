@@ -47,17 +47,18 @@ class Inbox:
         self._waker = self.context.zmq.socket(zmq.PUSH)
         self._waker.set(zmq.LINGER, 0)
         self._waking = threading.Lock()
-        self.woken = False  # the empty message has not been read yet
-        alarm = f"inproc://squinchcomm-wake-{self._domain}"
-        self.socket.bind(alarm)
-        self._waker.connect(alarm)
+        self.woken = False  # the alarm has not been read yet
+        self.alarm = secrets.token_bytes(8)  # known to this process alone
+        place = f"inproc://squinchcomm-wake-{self._domain}"
+        self.socket.bind(place)
+        self._waker.connect(place)
 
     def wake(self) -> None:
-        """Puts one empty message into the socket, which ends a wait at once. Any thread; nothing happens after `close`."""
+        """Puts one message `alarm` into the socket, which ends a wait at once. Any thread; nothing happens after `close`."""
         with self._waking:
             if not (self.woken or self._waker.closed) and os.getpid() == self._pid:
                 self.woken = True
-                self._waker.send(b"", zmq.NOBLOCK)
+                self._waker.send(self.alarm, zmq.NOBLOCK)
 
     def hung_up(self) -> list[int]:
         """Ranks whose connection to us ended since the last call. Connections that ended before their hello go into `rejected`.

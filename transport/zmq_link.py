@@ -69,7 +69,7 @@ class PeerLink:
     """One peer. The counters count frames since the start, ours to it (`sent`, `acked`) and its to us (`received`, `released`)."""
 
     __slots__ = (
-        "acked", "kernel_socket", "lost", "monitor", "rank", "received", "released", "reported",
+        "acked", "broken", "kernel_socket", "lost", "monitor", "rank", "received", "released", "reported",
         "send_part", "sent", "session", "socket", "suspect",
     )  # fmt: skip
 
@@ -82,16 +82,14 @@ class PeerLink:
         self.kernel_socket = kernel_socket
         self.sent = self.acked = self.received = self.released = self.reported = 0
         self.lost: str | None = None
-        self.suspect: tuple[str, float] | None = None
+        self.suspect: float | None = None
+        self.broken = False
 
-    def watch(self, peer_timeout_s: float, hung_up: bool) -> None:
-        """Reads the monitor; if the connection broke, or the peer's to us did, notes why and since when in `suspect`."""
-        if self.suspect is not None:
-            return
-        if any(event in _FAILURES for event, _ in self.monitor.events()):
-            self.suspect = (self._why_broken(peer_timeout_s), time.monotonic())
-        elif hung_up:
-            self.suspect = ("connection closed", time.monotonic())
+    def watch(self, hung_up: bool) -> None:
+        """Reads the monitor; if the connection broke, or the peer's to us did, notes since when in `suspect`."""
+        self.broken = self.broken or any(event in _FAILURES for event, _ in self.monitor.events())
+        if self.suspect is None and (hung_up or self.broken):
+            self.suspect = time.monotonic()
 
     def close(self, linger_ms: int) -> None:
         self.kernel_socket.close()
@@ -100,12 +98,14 @@ class PeerLink:
             self.monitor.close()
             self.socket.close(linger_ms)
 
-    def _why_broken(self, peer_timeout_s: float) -> str:
+    def why_broken(self, peer_timeout_s: float) -> str:
         """Asks our own handle on the connection, because zmq does not say whether the peer hung up or its heartbeat stopped."""
         try:
             self.kernel_socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return f"no sign of life for {peer_timeout_s:.1f} s"
+            silent = f"no sign of life for {peer_timeout_s:.1f} s"
+            # When only the peer's connection to us ended, zmq does not say whether it was reset or its heartbeat stopped.
+            return silent if self.broken else f"connection to us reset, or {silent}"
         except OSError:
             pass
         finally:

@@ -161,7 +161,7 @@ class ZmqTransport(Transport, ForkAware):
                 part = self._wait(deadline)
                 if part is None:
                     return None
-            if not part:
+            if part == self._inbox.alarm:
                 self._inbox.woken = False
                 return None
             frame = self._accept(part)
@@ -264,9 +264,9 @@ class ZmqTransport(Transport, ForkAware):
         for link in self._links:
             if link is None or link.lost is not None:
                 continue
-            link.watch(self._peer_timeout_s, link.rank in hung_up)
-            if link.suspect is not None and now - link.suspect[1] >= _GRACE_S:
-                self._lose(link, link.suspect[0])
+            link.watch(link.rank in hung_up)
+            if link.suspect is not None and now - link.suspect >= _GRACE_S:
+                self._lose(link, link.why_broken(self._peer_timeout_s))
         returning = self._news
         self._news = False
         return returning

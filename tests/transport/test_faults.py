@@ -70,7 +70,7 @@ def test_reset_connection_is_a_loss_on_both_sides_at_once():
         assert checks.await_loss(a, 1, 1.0) < 0.5
         assert checks.await_loss(b, 0, 1.0) < 0.5
         assert a.lost == {1: "connection closed"}
-        assert b.lost == {0: "connection closed"}
+        assert b.lost == {0: "connection to us reset, or no sign of life for 5.0 s"}
         assert proxy.toxics.fired["reset"] == 2
 
 

@@ -37,10 +37,11 @@ def test_stopped_process_is_lost_within_the_peer_timeout(scheme):
         os.kill(processes[0].pid, signal.SIGSTOP)
         stopped = time.time()
         assert 0.4 < checks.await_loss(transport, 1, 2.0) < 1.2
-        assert transport.lost == {1: "no sign of life for 1.0 s"}
+        assert transport.lost[1].endswith("no sign of life for 1.0 s")
         assert pipes[1].poll(1.0)
         peer, reason, when = pipes[1].recv()
-        assert (peer, reason) == (1, "no sign of life for 1.0 s")
+        assert peer == 1
+        assert reason.endswith("no sign of life for 1.0 s")
         assert when - stopped < 1.2
 
 
