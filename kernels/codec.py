@@ -22,6 +22,7 @@ class Codec(ABC):
     - `out` arguments are filled in place and returned; encoded buffers are contiguous uint8 arrays (inputs may be any
       bytes-like object), 1-D, of exactly `encoded_nbytes(count)` bytes, with no alignment demanded.
     - Arithmetic is float32 with one rounding an operation, in a stated order: all implementations give the same bytes.
+    - What is written overlaps nothing that is read, except that `reduce` takes its `out` as an input too.
     - No temporary of the input's size; kernels release the GIL; calls from several threads at once are safe.
     - A non-finite element never decodes to a finite one.
     - Bytes that no encoder writes raise WireFormatError or decode to something: never a crash, never a read out of bounds.
