@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import float32, float64, int64, njit, types, uint8, uint32, uint64
+from numba import float32, njit, types, uint8, uint32, uint64
 
 from squinchcomm.kernels import float_lanes as fl
 from squinchcomm.kernels import squinch6_lanes as sq
@@ -43,6 +43,7 @@ INT8_SMALLEST, INT8_LARGEST_SCALE = float32(SMALLEST_MAXIMUM), float32(LARGEST_S
 # The kernel's scratch memory, by offset: four tiles of float32, one tile of any type, per-block numbers.
 TOTAL, SCALED, DECODED, STAGE, MAXIMA, SCALES, LARGEST, SCRATCH_BYTES = 0, 2048, 4096, 6144, 10240, 10752, 11008, 11072
 _scratch = stack_buffer(SCRATCH_BYTES)
+TASK_BYTES = 12 * 8
 
 _OPTIONS = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 helper: Any = njit(**_OPTIONS)
@@ -316,27 +317,31 @@ def _transform_tile(
         _keep_residual(kind, total, out, back, count, tile, residual, scratch, tables)
 
 
-def transform(inputs, n_inputs, count, scale, residual, has_residual, kind, out, factor, back, seed, direct, tables):
+def transform(task):
     """Sums encoded and plain inputs, scales, adds a residual, writes.
 
     Args:
-        inputs: Address of `n_inputs` structures of kind (int64), address, factor (float64; 1 but for Squinch with an exponent).
-        count: Elements; nothing is read or written beyond them, except that Squinch has whole tiles.
-        scale: Multiplies the sum.
-        residual: Address of float32: added to the scaled sum.
-        has_residual: 0 without, 1 with, 2 if it then becomes what the encoding lost.
-        kind: Of the output; NOTHING only looks for the largest magnitude.
-        out: Address of the output.
-        factor: Multiplies what is encoded: 2**-exponent.
-        back: 1 / factor.
-        seed: Of stochastic rounding.
-        direct: 0 sums in scratch memory, 1 in the output (float32, not among the inputs, no scale, no residual), 2 in the
+        task: Address of what `kernel_codec.TASK_FORMAT` and `INPUT_FORMAT` describe, 8 bytes each; one argument, because
+            ctypes takes 0.1 us for each. The fields:
+            0, 1: Number of inputs; elements (nothing is read or written beyond them, except that Squinch has whole tiles).
+            2: Float64, multiplies the sum after rounding to float32.
+            3, 4: Address of the float32 residual, added to the scaled sum; 0 without, 1 with, 2 if it then becomes what the
+            encoding lost.
+            5, 6: Kind of the output (NOTHING only looks for the largest magnitude); its address.
+            7, 8: Float64, multiplies what is encoded, 2**-exponent; its inverse.
+            9: Seed of stochastic rounding.
+            10: 0 sums in scratch memory, 1 in the output (float32, not among the inputs, no scale, no residual), 2 in the
             output, which is also the first input.
-        tables: Address of squinch6_tables.TABLES.
+            11: Address of squinch6_tables.TABLES.
+            Then each input: kind, address, float64 factor (1 but for Squinch with an exponent).
 
     Returns:
         Bits of the largest magnitude in Squinch blocks that are finite throughout.
     """
+    n_inputs, count, scale = load_i64(task, 0), load_i64(task, 1), float32(load_f64(task, 2))
+    residual, has_residual, kind, out = load_pointer(task, 3), load_i64(task, 4), load_i64(task, 5), load_pointer(task, 6)
+    factor, back, seed, direct = load_f64(task, 7), load_f64(task, 8), uint64(load_i64(task, 9)), load_i64(task, 10)
+    tables, inputs = load_pointer(task, 11), advance(task, TASK_BYTES)
     scratch = _scratch()
     clear_bytes(advance(scratch, LARGEST), 64)
     for tile in range((count + TILE - 1) // TILE):
@@ -360,18 +365,4 @@ def transform(inputs, n_inputs, count, scale, residual, has_residual, kind, out,
     return largest
 
 
-SIGNATURE = types.uint32(
-    types.voidptr,
-    int64,
-    int64,
-    float32,
-    types.voidptr,
-    int64,
-    int64,
-    types.voidptr,
-    float64,
-    float64,
-    uint64,
-    int64,
-    types.voidptr,
-)
+SIGNATURE = types.uint32(types.voidptr)

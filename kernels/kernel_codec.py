@@ -27,7 +27,8 @@ from squinchcomm.kernels.squinch6_tables import TABLES
 
 # One summand as the kernel reads it: kind, address, factor (encoded inputs are multiplied by it after decoding).
 Input = tuple[int, int, float]
-_INPUT_FORMAT = "qQd"
+INPUT_FORMAT = "qQd"
+TASK_FORMAT = "qqdQqqQddQqQ"  # fields: see cpu.transform
 
 # Outputs at least this large are written past the caches: they would not stay there, and a store that skips them does not
 # read the line first.
@@ -162,8 +163,7 @@ def call_kernel(
         Float bits of the largest magnitude among Squinch blocks that are finite throughout, for kinds that look for it.
     """
     mode = 0 if residual is None else _ADD_RESIDUAL if kind == NOTHING else _UPDATE_RESIDUAL
-    return kernel()(
-        struct.pack(_INPUT_FORMAT * len(inputs), *chain.from_iterable(inputs)),
+    fields = (
         len(inputs),
         count,
         scale,
@@ -177,3 +177,4 @@ def call_kernel(
         direct,
         _TABLES_ADDRESS,
     )
+    return kernel()(struct.pack(TASK_FORMAT + INPUT_FORMAT * len(inputs), *fields, *chain.from_iterable(inputs)))
