@@ -55,7 +55,7 @@ def flatten(array: Any, name: str, *, writable: bool) -> Flat:
 
 
 def _flatten_numpy(array: np.ndarray, name: str, writable: bool) -> Flat:
-    dtype = canonical_dtype(array.dtype)
+    dtype = array.dtype if array.dtype in DTYPE_CODES else canonical_dtype(array.dtype)
     if dtype not in DTYPE_CODES:
         raise TypeError(
             f"{name} has dtype {array.dtype}, which cannot be sent; use a native bool, integer, float or complex type"

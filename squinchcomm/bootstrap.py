@@ -20,6 +20,10 @@ from squinchcomm.transport.registry import get_backend
 
 log = logging.getLogger("squinchcomm")
 
+# Frames on the way to a rank from each peer: enough for chunks of 2 MiB to hide a round trip, few enough that a lossless
+# all-reduce of 64 MiB among 4 ranks takes less than half its size in extra memory.
+_WINDOW = 5
+
 
 def init(
     rank: int | None = None,
@@ -80,6 +84,7 @@ def transport_options(config: Config, info: LaunchInfo) -> TransportOptions:
         bind=config.bind_address or _own_address(info.address),
         port_range=config.port_range,
         host=config.host,
+        window=_WINDOW,
         peer_timeout_s=config.peer_timeout_s,
         security=config.security,  # type: ignore[arg-type]
         key_file=config.key_file,
