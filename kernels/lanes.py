@@ -181,16 +181,21 @@ PREFETCH_BYTES = 4096
 
 
 def load_ahead(builder: Any, element: Any, base: Any, nbytes: Any = 0) -> Lanes:
-    """`load`, and a request for the line that lies `PREFETCH_BYTES` further on.
+    """`load`, and `prefetch` of the line that lies `PREFETCH_BYTES` further on."""
+    place = address(builder, base, nbytes)
+    prefetch(builder, place, PREFETCH_BYTES)
+    return load(builder, element, place)
+
+
+def prefetch(builder: Any, base: Any, nbytes: int, *, write: bool = False) -> None:
+    """Asks for the cache line at `base + nbytes`.
 
     Tiles are read in strides, which is no pattern that hardware prefetchers follow, and they stop at every 4 KiB page. Beyond
     the end of an array a prefetch is harmless, but its address must not be declared in bounds.
     """
-    place = address(builder, base, nbytes)
     signature = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    prefetch = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
-    builder.call(prefetch, [builder.gep(place, [I64(PREFETCH_BYTES)]), I32(0), I32(3), I32(1)])
-    return load(builder, element, place)
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(function, [builder.gep(base, [I64(nbytes)]), I32(int(write)), I32(3), I32(1)])
 
 
 def emitter(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -19,6 +19,7 @@ from squinchcomm.kernels.lanes import (
     I8,
     I32,
     I64,
+    PREFETCH_BYTES,
     WIDTH,
     Lanes,
     address,
@@ -27,10 +28,11 @@ from squinchcomm.kernels.lanes import (
     emitter,
     load,
     load_ahead,
+    prefetch,
     store,
     vector,
 )
-from squinchcomm.kernels.squinch6_tables import BLOCK_VALUES, D_COLUMN, ROW_BYTES, TILE_BLOCKS
+from squinchcomm.kernels.squinch6_tables import BLOCK_VALUES, D_COLUMN, ROW_BYTES, TILE_BLOCKS, TILE_BYTES
 
 GROUPS = TILE_BLOCKS // WIDTH
 MAGNITUDE = 0x7FFFFFFF
@@ -221,6 +223,8 @@ def block_factors(builder: Any, tile: Any, factors: Any, tables: Any) -> Any:
     AVX-512 finds entries of a table that short in one instruction. (The encoder gains nothing by it: it would have to wait for
     the maxima of the whole tile.)
     """
+    for line in range(0, TILE_BYTES, 64):
+        prefetch(builder, tile, 2 * TILE_BYTES + line)
     q_bytes = [load(builder, I8, tile, WIDTH * group) for group in range(GROUPS)]
     q = [each.to(I32) for each in q_bytes]
     low = functools.reduce(Lanes.minimum, q).reduce("umin")
@@ -262,7 +266,9 @@ def _decoded(builder: Any, tile: Any, factors: Any, group: Any) -> list[Lanes]:
 def decode_group(builder: Any, tile: Any, out: Any, factors: Any, group: Any) -> None:
     """Sixteen blocks of float32 to `out`."""
     for value, decoded in enumerate(_decoded(builder, tile, factors, group)):
-        store(decoded, _value_address(builder, out, group, value))
+        place = _value_address(builder, out, group, value)
+        prefetch(builder, place, PREFETCH_BYTES, write=True)
+        store(decoded, place)
 
 
 @emitter(types.void, types.voidptr, types.voidptr, types.voidptr, types.int64)
