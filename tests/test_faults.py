@@ -364,7 +364,7 @@ def test_no_damage_in_100_000_passes_the_frame_check() -> None:
     signature = wire.Signature("allreduce", "sum", np.dtype(np.float32), 1000, (1000,)).pack(99, 12)
     for index in range(100_000):
         payload = rng.randbytes(rng.randrange(1, 200))
-        header = wire.frame_header(signature, index, 1, 3, payload, len(payload))
+        header = wire.frame_header(signature, index, 1, 3, len(payload), wire.payload_crc(payload))
         assert wire.check_frame(header, np.frombuffer(payload, np.uint8), index) is None
         bad_header, bad_payload, expected = bytearray(header), bytearray(payload), index
         fault = index % 5

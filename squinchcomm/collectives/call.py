@@ -8,18 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from squinchcomm.collectives.channel import Channel, Piece, Ticket
+from squinchcomm.collectives.channel import Channel, Parcel, Piece, Ticket
 from squinchcomm.errors import WireFormatError
-
-
-class Parcel(NamedTuple):
-    """One frame to send. `payload` is an uint8 array or bytes; `borrow` as in `Transport.send`."""
-
-    phase: int
-    chunk: int
-    payload: Any
-    nbytes: int
-    borrow: bool = False
 
 
 class Job(NamedTuple):
@@ -101,7 +91,7 @@ class Call:
             if self._ready[peer]:
                 if can_send(peer):
                     self._queued -= 1
-                    self.channel.send(self.ticket, peer, *self._ready[peer].popleft())
+                    self.channel.send(self.ticket, peer, self._ready[peer].popleft())
                     sent = True
             elif peer in self._making and can_send(peer):
                 makers.append(peer)
@@ -121,7 +111,7 @@ class Call:
                 del self._making[peer]
             else:
                 self._borrowed |= parcel.borrow
-                self.channel.send(self.ticket, peer, *parcel)
+                self.channel.send(self.ticket, peer, parcel)
             started = time.perf_counter()
 
     def _do(self, jobs: list[Job]) -> None:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,6 +40,22 @@ class FailureNote(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     peer: int | None
     op: str | None
     sequence: int | None
+
+
+class Parcel(NamedTuple):
+    """One frame to send. `payload` is an uint8 array or bytes; `borrow` as in `Transport.send`."""
+
+    phase: int
+    chunk: int
+    payload: Any
+    nbytes: int
+    crc: int
+    borrow: bool
+
+
+def make_parcel(phase: int, chunk: int, payload: Any, borrow: bool = False) -> Parcel:
+    """A parcel with its payload's size and checksum, for one peer or many."""
+    return Parcel(phase, chunk, payload, len(payload), wire.payload_crc(payload), borrow)
 
 
 class Piece:
@@ -95,9 +111,10 @@ class Channel:
         # Frames of calls that this rank has not reached yet, held unreleased: the window bounds them.
         self._early: dict[int, deque[tuple[Frame, np.ndarray]]] = {}
 
-    def send(self, ticket: Ticket, peer: int, phase: int, chunk: int, payload: Any, nbytes: int, borrow: bool) -> None:
+    def send(self, ticket: Ticket, peer: int, parcel: Parcel) -> None:
         """Queues one frame; the caller has seen that `transport.can_send(peer)`."""
-        header = wire.frame_header(ticket.head, self._sent[peer], phase, chunk, payload, nbytes)
+        phase, chunk, payload, nbytes, crc, borrow = parcel
+        header = wire.frame_header(ticket.head, self._sent[peer], phase, chunk, nbytes, crc)
         self._sent[peer] += 1
         self.transport.send(peer, header, payload, borrow=borrow)
         self.stats.sent_wire_bytes += nbytes + wire.HEADER_BYTES
@@ -245,11 +262,11 @@ class Channel:
             error.op,
             error.sequence,
         )
-        payload = msgspec.msgpack.encode(note)
+        parcel = make_parcel(0, 0, msgspec.msgpack.encode(note))
         ticket = Ticket(_ERROR_SIGNATURE, self.epoch, error.sequence or 0, 0.0)
         for peer in range(self.world_size):
             if peer != self.rank and peer not in self.transport.lost and self.transport.can_send(peer):
-                self.send(ticket, peer, 0, 0, payload, len(payload), False)
+                self.send(ticket, peer, parcel)
         self._early.clear()
         log.warning("rank %d: %s: %s", self.rank, kind, error)
 

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from squinchcomm.collectives.call import Call, Job, Parcel
-from squinchcomm.collectives.channel import Piece
+from squinchcomm.collectives.call import Call, Job
+from squinchcomm.collectives.channel import Parcel, Piece, make_parcel
 from squinchcomm.collectives.coder import Coder
 from squinchcomm.collectives.plan import Plan
 
@@ -83,7 +83,7 @@ class Exchange:
             start, stop = plan.span(rank, chunk)
             payload = self.coder.outgoing(own[start - base : stop - base], self._key(GATHER, chunk))
             self.coder.incoming(payload, self.whole[start:stop])
-            parcel = Parcel(GATHER, chunk, payload, payload.size, self.coder.borrow)
+            parcel = make_parcel(GATHER, chunk, payload, self.coder.borrow)
             for peer in rest:
                 self.call.post(peer, parcel)
             yield parcel
@@ -106,7 +106,7 @@ class Exchange:
         for chunk in range(self.plan.chunks(peer)):
             start, stop = self.plan.span(peer, chunk)
             payload = coder.outgoing(self.whole[start:stop], self._key(SCATTER, chunk, peer))
-            yield Parcel(SCATTER, chunk, payload, payload.size, coder.borrow)
+            yield make_parcel(SCATTER, chunk, payload, coder.borrow)
 
     def _key(self, phase: int, chunk: int, peer: int = 0) -> int:
         """Numbers the encodings of all ranks in this collective."""
@@ -148,7 +148,7 @@ class Exchange:
             return None
         payload = coder.combine(inputs, own, self._key(GATHER, chunk))
         coder.settle(payload, own)
-        return Parcel(GATHER, chunk, payload, payload.size, coder.borrow)
+        return make_parcel(GATHER, chunk, payload, coder.borrow)
 
     def _combined_chunk(self, parcel: Parcel | None, row: dict[int, Piece]) -> None:
         if parcel is not None:
@@ -172,8 +172,9 @@ def direct_allreduce(call: Call, coder: Coder, array: np.ndarray) -> None:
     payload = array.tobytes()
     parts: list[np.ndarray | None] = [None] * call.world_size
     parts[call.rank] = np.frombuffer(payload, np.uint8)
+    parcel = make_parcel(DIRECT, 0, payload)
     for peer in call.others():
-        call.post(peer, Parcel(DIRECT, 0, payload, len(payload)))
+        call.post(peer, parcel)
         call.expect(peer, 1)
 
     def keep(piece: Piece) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from squinchcomm.collectives.call import Call, Parcel
-from squinchcomm.collectives.channel import Piece
+from squinchcomm.collectives.call import Call
+from squinchcomm.collectives.channel import Parcel, Piece, make_parcel
 from squinchcomm.collectives.plan import MAX_CHUNK_BYTES, Plan
 
 MOVE, FORWARD = 0, 1
@@ -42,7 +42,7 @@ class Movement:
     def _parcels(self, data: np.ndarray) -> Iterator[Parcel]:
         for chunk, start in enumerate(range(0, data.size, self.chunk)):
             part = data[start : start + self.chunk]
-            yield Parcel(MOVE, chunk, part, part.size, True)
+            yield make_parcel(MOVE, chunk, part, True)
 
     def _place(self, piece: Piece) -> None:
         out = self._into[piece.peer]
@@ -66,7 +66,7 @@ def barrier(call: Call) -> None:
     def advance() -> None:
         nonlocal step
         while step < len(distances) and (step == 0 or sources[step - 1] in arrived):
-            call.post((rank + distances[step]) % ranks, Parcel(MOVE, 0, b"", 0))
+            call.post((rank + distances[step]) % ranks, make_parcel(MOVE, 0, b""))
             step += 1
 
     def note(piece: Piece) -> None:
@@ -102,7 +102,7 @@ def _relayed_broadcast(call: Call, data: np.ndarray, root: int, chunk_bytes: int
     def parcels(shard: int) -> Iterator[Parcel]:
         for chunk in range(plan.chunks(shard)):
             start, stop = plan.span(shard, chunk)
-            yield Parcel(MOVE, chunk, data[start:stop], stop - start, True)
+            yield make_parcel(MOVE, chunk, data[start:stop], True)
 
     seen: set[tuple[int, int]] = set()
 
@@ -118,9 +118,10 @@ def _relayed_broadcast(call: Call, data: np.ndarray, root: int, chunk_bytes: int
         data[start:stop] = piece.payload
         piece.release()
         if phase == MOVE:
+            parcel = make_parcel(FORWARD, piece.chunk, data[start:stop], True)
             for peer in call.others():
                 if peer != root:
-                    call.post(peer, Parcel(FORWARD, piece.chunk, data[start:stop], stop - start, True))
+                    call.post(peer, parcel)
 
     if call.rank == root:
         for shard, peer in enumerate(relays):

@@ -190,7 +190,8 @@ class PointToPoint:
 
     def _send(self, peer: int, kind: int, number: int, payload: bytes | np.ndarray, nbytes: int) -> None:
         out = self._indices["out"]
-        header = wire.frame_header(self._heads[kind], out[peer], 0, number % wire.MAX_CHUNK, payload, nbytes)
+        crc = wire.payload_crc(payload)
+        header = wire.frame_header(self._heads[kind], out[peer], 0, number % wire.MAX_CHUNK, nbytes, crc)
         out[peer] += 1
         self._transport.send(peer, header, payload)
         self._stats.sent_wire_bytes += nbytes + wire.HEADER_BYTES

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 # the first and the last one, during which the link idles, do not show either.
 MIN_CHUNK_BYTES = 64 << 10
 MAX_CHUNK_BYTES = 2 << 20
+MAX_ENCODED_CHUNK_BYTES = 4 << 20  # before encoding
 CHUNKS_PER_SHARD = 4
 
 
@@ -26,7 +27,8 @@ class Plan:
         self.bounds = bounds
         if not chunk_bytes:
             largest = max(stop - start for start, stop in pairwise(bounds)) * itemsize
-            chunk_bytes = min(max(largest // CHUNKS_PER_SHARD, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
+            most = MAX_CHUNK_BYTES if tile == 1 else MAX_ENCODED_CHUNK_BYTES
+            chunk_bytes = min(max(largest // CHUNKS_PER_SHARD, MIN_CHUNK_BYTES), most)
         self.chunk = max(1, round(chunk_bytes / itemsize / tile)) * tile
 
     @classmethod

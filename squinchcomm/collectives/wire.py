@@ -1,6 +1,6 @@
 """The frame header: what every frame says about itself, checked before its payload is used.
 
-Layout, little-endian, 56 bytes:
+Layout, little-endian, 60 bytes:
 
 | bytes | field |
 |---|---|
@@ -17,7 +17,8 @@ Layout, little-endian, 56 bytes:
 | 40..43 | index of this frame among all between the two ranks |
 | 44..47 | phase (upper 4 bits) and chunk |
 | 48..51 | payload bytes |
-| 52..55 | CRC32C of bytes 0..51 and the payload |
+| 52..55 | CRC32C of the payload: computed once for a payload that goes to many |
+| 56..59 | CRC32C of bytes 0..55 |
 
 Bytes 0..39 are the same in all frames of one collective, so the usual check is one comparison of bytes.
 """
@@ -60,7 +61,7 @@ REDUCTION_CODES = {name: code for code, name in enumerate(REDUCTIONS)}
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 _SIGNATURE = struct.Struct("<4sBBBBBBBBIIIQQ")
-_TAIL = struct.Struct("<III")
+_TAIL = struct.Struct("<IIII")
 _CRC = struct.Struct("<I")
 SIGNATURE_BYTES = _SIGNATURE.size
 HEADER_BYTES = SIGNATURE_BYTES + _TAIL.size + _CRC.size
@@ -149,27 +150,29 @@ def read_header(signature: bytes) -> Header:
     return Header(*_SIGNATURE.unpack_from(signature))
 
 
-def frame_header(signature: bytes, index: int, phase: int, chunk: int, payload: Any, nbytes: int) -> bytes:
-    """The 56 bytes that go before `payload`, an uint8 array or bytes of `nbytes` bytes."""
-    head = signature + _TAIL.pack(index & 0xFFFFFFFF, phase << 28 | chunk, nbytes)
-    crc = google_crc32c.value(head)
-    if nbytes:
-        crc = google_crc32c.extend(crc, payload)
-    return head + _CRC.pack(crc)
+def payload_crc(payload: Any) -> int:
+    """CRC32C of a payload, a contiguous uint8 array or bytes."""
+    crc: int = google_crc32c.value(payload)
+    return crc
+
+
+def frame_header(signature: bytes, index: int, phase: int, chunk: int, nbytes: int, crc: int) -> bytes:
+    """The 60 bytes that go before a payload of `nbytes` bytes whose checksum is `crc`."""
+    head = signature + _TAIL.pack(index & 0xFFFFFFFF, phase << 28 | chunk, nbytes, crc)
+    return head + _CRC.pack(google_crc32c.value(head))
 
 
 def check_frame(header: bytes, payload: np.ndarray, index: int) -> str | None:
     """What is wrong with the frame as bytes, or None."""
     if len(header) != HEADER_BYTES:
         return f"header of {len(header)} bytes instead of {HEADER_BYTES}"
-    got_index, _, nbytes = _TAIL.unpack_from(header, SIGNATURE_BYTES)
+    if google_crc32c.value(header[:-4]) != _CRC.unpack_from(header, HEADER_BYTES - 4)[0]:
+        return "checksum mismatch in the header"
+    got_index, _, nbytes, crc = _TAIL.unpack_from(header, SIGNATURE_BYTES)
     if nbytes != payload.size:
         return f"payload of {payload.size} bytes where the header says {nbytes}"
-    crc = google_crc32c.value(header[:-4])
-    if nbytes:
-        crc = google_crc32c.extend(crc, payload)
-    if crc != _CRC.unpack_from(header, HEADER_BYTES - 4)[0]:
-        return "checksum mismatch"
+    if crc != payload_crc(payload):
+        return "checksum mismatch in the payload"
     if got_index != index & 0xFFFFFFFF:
         return f"frame {got_index} where frame {index & 0xFFFFFFFF} was due (lost, repeated or reordered)"
     return None
