@@ -20,9 +20,9 @@ from squinchcomm.transport.registry import get_backend
 
 log = logging.getLogger("squinchcomm")
 
-# Frames on the way to a rank from each peer: enough for chunks of 2 MiB to hide a round trip, few enough that a lossless
-# all-reduce of 64 MiB among 4 ranks takes less than half its size in extra memory.
-_WINDOW = 5
+# Frames on the way to a rank from each peer: enough that sums follow contributions without a pause on a slow link, few enough
+# that a lossless all-reduce of 64 MiB among 4 ranks takes less than half its size in extra memory.
+_WINDOW = 8
 
 
 def init(

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 # Raw bytes of a chunk: large enough that the cost of a frame does not show, small enough that a chunk stays in cache and that
 # the first and the last one, during which the link idles, do not show either.
 MIN_CHUNK_BYTES = 64 << 10
-MAX_CHUNK_BYTES = 2 << 20
+MAX_CHUNK_BYTES = 3 << 19  # 1.5 MiB
 MAX_ENCODED_CHUNK_BYTES = 4 << 20  # before encoding
 CHUNKS_PER_SHARD = 4
 
