@@ -124,3 +124,28 @@ def test_several_codec_threads_give_the_same_bits() -> None:
     one, several = (run_world(3, body, codec_threads=threads, min_compress_bytes=0) for threads in (1, 4))
     for first, second in zip(one, several, strict=True):
         checks.same_bits([np.concatenate(first), np.concatenate(second)])
+
+
+def _gradients(rank: int, common: float) -> np.ndarray:
+    """Gaussian elements, of which all ranks share the part `common` of the power, as gradients of one step do."""
+    rng = np.random.default_rng(100 + rank)
+    shared = np.random.default_rng(99).standard_normal(1 << 19)
+    return (np.sqrt(common) * shared + np.sqrt(1 - common) * rng.standard_normal(1 << 19)).astype(np.float32)
+
+
+def _relative_error(ranks: int, common: float) -> float:
+    def body(comm: Communicator) -> np.ndarray:
+        array = _gradients(comm.rank, common)
+        comm.allreduce(array, codec="squinch6")
+        return array
+
+    expected = np.sum([_gradients(rank, common) for rank in range(ranks)], axis=0, dtype=np.float64)
+    return float(np.linalg.norm(run_world(ranks, body)[0] - expected) / np.linalg.norm(expected))
+
+
+def test_error_of_a_compressed_allreduce_does_not_grow_with_the_ranks() -> None:
+    # Two quantisations of 26.35 dB each leave 26.35 - 10 log10(1 + (n-1)/n) dB of independent data.
+    errors = {ranks: _relative_error(ranks, common=0.0) for ranks in (2, 4, 8)}
+    assert -20 * np.log10(errors[4]) >= 23.8
+    assert errors[8] <= 1.5 * errors[2]
+    assert -20 * np.log10(_relative_error(4, common=0.5)) >= 24.5

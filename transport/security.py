@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -77,8 +78,14 @@ def choose_security(options: TransportOptions, *, beyond_loopback: bool) -> Secu
             )
         return Security("curve", key)
     if beyond_loopback:
-        log.warning("SECURITY: traffic beyond this machine is neither encrypted nor authenticated by more than the job token")
+        _warn_of_plain_text()
     return Security("plain", None, _password(options.job_token))
+
+
+@cache
+def _warn_of_plain_text() -> None:
+    """Once a process, however many listeners it opens."""
+    log.warning("SECURITY: traffic beyond this machine is neither encrypted nor authenticated by more than the job token")
 
 
 def generate_key() -> JobKey:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from squinchcomm import __version__
+from squinchcomm.transport.security import read_key_file
 from tests.cli.command import squinchcomm
 
 
@@ -62,8 +63,7 @@ def test_keygen(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     first = path.read_bytes()
-    secret = first.decode().rpartition("=")[2].strip()
-    assert secret not in done.stdout + done.stderr
+    assert read_key_file(path).secret not in done.stdout + done.stderr
 
     refused = squinchcomm("keygen", path)
     assert refused.returncode == 2

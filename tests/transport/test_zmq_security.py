@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from squinchcomm.errors import ConfigError, PeerLost, WireFormatError
+from squinchcomm.transport import security
 from squinchcomm.transport.address import decode_address
 from squinchcomm.transport.options import TransportOptions
 from squinchcomm.transport.registry import get_backend
@@ -317,6 +318,7 @@ def test_beyond_loopback_encryption_is_due():
 
 
 def test_plain_text_beyond_loopback_is_logged(caplog):
+    security._warn_of_plain_text.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert choose_security(TransportOptions(security="none"), beyond_loopback=True).mechanism == "plain"
     assert "SECURITY" in caplog.text
