@@ -22,7 +22,7 @@ def say(**event: Any) -> None:
 def main() -> None:
     rank, world_size, address, options = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
     count, codec, pause_s = options.pop("count", 200_000), options.pop("codec", "none"), options.pop("pause_s", 0.0)
-    calls = options.pop("calls", 10**9)
+    calls, forget = options.pop("calls", 10**9), options.pop("forget_to_close", False)
     try:
         comm = squinchcomm.init(rank, world_size, address, min_compress_bytes=0, **options)
     except squinchcomm.SquinchError as error:
@@ -40,6 +40,9 @@ def main() -> None:
         comm.barrier()
     except squinchcomm.SquinchError as error:
         say(event="failed", error=type(error).__name__, message=str(error), peer=error.peer, done=done)
+    if forget:
+        comm.recv(np.zeros(3), async_op=True)  # for which nobody has a send
+        return
     started = time.monotonic()
     comm.close()
     say(event="closed", took_s=time.monotonic() - started, done=done, hash=hash(array.tobytes()) if done == calls else None)

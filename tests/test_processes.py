@@ -165,6 +165,14 @@ def _listening_ports(pid: int) -> set[int]:
     return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
+def test_a_program_that_forgets_to_close_ends_all_the_same(groups: list[Group]) -> None:
+    group = Group(3, calls=3, forget_to_close=True)
+    groups.append(group)
+    group.await_ready()
+    for rank in range(3):
+        assert "failed" not in group.events(rank, timeout_s=10.0)
+
+
 def test_a_world_that_ends_leaves_nothing(groups: list[Group]) -> None:
     before = _abstract_sockets()
     group = Group(4, calls=3)
