@@ -38,7 +38,7 @@ class Squinch6(KernelCodec):
     tile_size = TILE_VALUES
     rounding: ClassVar[Literal["nearest", "stochastic"]] = "nearest"
     nonfinite_rule = "A block with a NaN or infinity keeps those and decodes its finite elements to 0."
-    error_bound = "|error| <= 6.5 % of the block scale M(q): at most 7.1 % of the largest magnitude of its block of 8."
+    error_bound = "|error| <= 6.5 % of the block scale M(q): at most 7.2 % of the largest magnitude of its block of 8."
     encoded_kind = SQUINCH
 
     def encoded_nbytes(self, count: int, dtype: Any = FLOAT32) -> int:

@@ -26,6 +26,7 @@ Source = Literal["argument", "environment", "default"]
 LAUNCH_VARIABLES = {
     "SQUINCH_ADDRESS": 'where rank 0 meets the others: "tcp://HOST:PORT", or "ipc://@NAME" if all ranks share a machine',
     "SQUINCH_JOB_TOKEN": "secret or name shared by the ranks of a job; ranks with another one are turned away",
+    "SQUINCH_LAUNCHER": '"run" in the ranks of `squinchcomm run`, which sets it so that messages can name it',
 }
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 _NAME = re.compile(r"[a-z][a-z0-9_.-]*")
@@ -141,10 +142,18 @@ class Config:
     """
 
     transport: str = _setting(
-        "SQUINCH_TRANSPORT", "zmq", _pattern(_NAME), "a transport's name", "how bytes travel between ranks"
+        "SQUINCH_TRANSPORT",
+        "zmq",
+        _pattern(_NAME),
+        "zmq, inproc (threads of one process) or another transport's name",
+        "how bytes travel between ranks",
     )
     codec: str = _setting(
-        "SQUINCH_CODEC", "none", _pattern(_NAME), "a codec's name", "how gradients are compressed; none sends every bit of them"
+        "SQUINCH_CODEC",
+        "none",
+        _pattern(_NAME),
+        "none, bf16, int8, squinch6, squinch6-sr or another codec's name",
+        "how gradients are compressed; none sends every bit of them",
     )
     min_compress_bytes: int = _setting(
         "SQUINCH_MIN_COMPRESS_BYTES",
@@ -158,7 +167,7 @@ class Config:
         0,
         parse_size,
         "a size such as 65536, 64K or 1M; 0 chooses",
-        "bytes of float32 input that one chunk of the pipeline covers",
+        "bytes of float32 input that one chunk of the pipeline covers, at most 4 MiB",
     )
     timeout_s: float = _setting(
         "SQUINCH_TIMEOUT", 60.0, _seconds(0, inclusive=False), "seconds above 0", "seconds that a call may take before it fails"
@@ -192,7 +201,7 @@ class Config:
         None,
         _known_interface,
         "an interface's name or address",
-        "where this rank listens",
+        "where this rank listens; the interface on the route to the meeting address if not set",
     )
     host: str | None = _setting(
         "SQUINCH_HOST",

@@ -26,7 +26,7 @@ class LaunchInfo:
         local_world_size: Number of ranks on this machine; 1 if the launcher does not tell.
         address: Where rank 0 meets the others, "tcp://HOST:PORT" or "ipc://@NAME"; None in a world of one without an address.
         job_token: Equal on all ranks of a job. A secret only if it came from SQUINCH_JOB_TOKEN; "" if nothing names the job.
-        source: "arguments", "torchrun", "kubeflow", "openmpi", "mpich", "slurm" or "none".
+        source: "arguments", "squinchcomm run", "torchrun", "kubeflow", "openmpi", "mpich", "slurm" or "none".
     """
 
     rank: int
@@ -56,7 +56,7 @@ class _Found:
 def detect(
     rank: int | None = None, world_size: int | None = None, address: str | None = None, environ: Environ | None = None
 ) -> LaunchInfo:
-    """Finds out who this process is: the arguments, then torchrun, Kubeflow, Open MPI, MPICH, Slurm, then a world of one.
+    """Who this process is: the arguments, then squinchcomm run, torchrun, Kubeflow, Open MPI, MPICH, Slurm, else a world of one.
 
     Args:
         rank: This process's rank; demands `world_size`, and then the environment is asked only for the rest.
@@ -96,7 +96,9 @@ def _from_launcher(environ: Environ) -> tuple[str, _Found]:
     for name, detector in _DETECTORS.items():
         found = detector(environ)
         if found is not None:
-            return name, found
+            # The same variables: torchrun's own, which it may inherit from us, are the newer.
+            ours = environ.get("SQUINCH_LAUNCHER") == "run" and "TORCHELASTIC_RUN_ID" not in environ
+            return "squinchcomm run" if name == "torchrun" and ours else name, found
     return "none", _Found(0, 1, 0, 1, "")
 
 
@@ -192,8 +194,10 @@ def _from_torchrun(environ: Environ) -> _Found | None:
 
 def _from_kubeflow(environ: Environ) -> _Found | None:
     """One process a node, started without torchrun in a pod whose PET_* variables were meant for torchrun."""
-    if not environ.get("PET_NODE_RANK") or not environ.get("PET_NNODES"):
+    if not environ.get("PET_NODE_RANK"):
         return None
+    if not environ.get("PET_NNODES"):
+        raise ConfigError("PET_NODE_RANK is set but PET_NNODES is not; set both or neither")
     per_node = environ.get("PET_NPROC_PER_NODE", "1").strip()
     if per_node != "1" or not environ["PET_NNODES"].strip().isdigit():
         raise ConfigError(

@@ -41,7 +41,14 @@ SLURM = {
     "SLURM_TASKS_PER_NODE": "1,2",
 }
 KUBEFLOW = {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"}
-RUN = {**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3", "SQUINCH_ADDRESS": "ipc://@x", "SQUINCH_JOB_TOKEN": "secret"}
+RUN = {
+    **{name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"},
+    "LOCAL_WORLD_SIZE": "4",
+    "LOCAL_RANK": "3",
+    "SQUINCH_ADDRESS": "ipc://@x",
+    "SQUINCH_JOB_TOKEN": "secret",
+    "SQUINCH_LAUNCHER": "run",
+}
 
 CASES = [
     # environment, source, (rank, world, local rank, local world), address
@@ -51,7 +58,9 @@ CASES = [
     ({**TORCHRUN, "MASTER_PORT": "65535"}, "torchrun", (3, 4, 1, 2), "tcp://node1:65534"),
     ({**TORCHRUN, "MASTER_ADDR": "fd00::1"}, "torchrun", (3, 4, 1, 2), "tcp://[fd00::1]:29501"),
     ({**TORCHRUN, "SQUINCH_ADDRESS": "tcp://a:1"}, "torchrun", (3, 4, 1, 2), "tcp://a:1"),
-    (RUN, "torchrun", (3, 4, 3, 4), "ipc://@x"),
+    (RUN, "squinchcomm run", (3, 4, 3, 4), "ipc://@x"),
+    ({**RUN, "TORCHELASTIC_RUN_ID": "job7"}, "torchrun", (3, 4, 3, 4), "ipc://@x"),
+    ({"PET_NNODES": "2"}, "none", (0, 1, 0, 1), None),
     ({"RANK": "0", "WORLD_SIZE": "1"}, "torchrun", (0, 1, 0, 1), None),
     ({**TORCHRUN, **OPENMPI, **SLURM}, "torchrun", (3, 4, 1, 2), "tcp://node1:29501"),
     (KUBEFLOW, "kubeflow", (1, 2, 0, 1), "tcp://job-node-0-0.job:29401"),
@@ -127,6 +136,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, str], str]] = [
     ({}, {**TORCHRUN, "LOCAL_WORLD_SIZE": "5"}, "local world size 5 exceeds world size 4"),
     ({}, {**TORCHRUN, "MASTER_PORT": "none"}, "MASTER_PORT=none"),
     ({}, {**KUBEFLOW, "PET_NPROC_PER_NODE": "4"}, "start the script with `torchrun"),
+    ({}, {"PET_NODE_RANK": "1"}, "PET_NODE_RANK is set but PET_NNODES is not"),
     ({}, {**KUBEFLOW, "PET_NNODES": "1:4"}, "start the script with `torchrun"),
     ({}, {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, "-x SQUINCH_ADDRESS"),
     ({}, {**MPICH, "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}, "-genv SQUINCH_ADDRESS"),

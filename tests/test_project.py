@@ -146,3 +146,10 @@ def test_links_between_files_lead_somewhere(document: Path) -> None:
         if not target.exists() or (anchor and anchor not in heading_anchors(target.read_text())):
             broken.append(link)
     assert broken == []
+
+
+def test_the_index_has_every_document() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in re.findall(r"\]\(([^)\s]+)\)", index.read_text())}
+    documents = {*index.parent.glob("*.md"), *(index.parent / "decisions").glob("*.md")} - {index}
+    assert sorted(path.name for path in documents - linked) == []

@@ -34,7 +34,7 @@ def _options(
     pass
 
 
-app.command(context_settings=run.PASS_THROUGH)(run.run)
+app.command(context_settings=run.PASS_THROUGH, options_metavar="[OPTIONS] SCRIPT [ARGS]...")(run.run)
 app.command()(bench.bench)
 app.command()(doctor.doctor)
 app.command()(keygen.keygen)

@@ -32,7 +32,10 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("-J", "--json", metavar="FILE", help="Write all numbers here, too.")] = None,
     op: Annotated[list[str] | None, typer.Option("--op", help=f"Repeatable, or separated by commas: {_OPS}, or all.")] = None,
     codec: Annotated[
-        list[str] | None, typer.Option("--codec", help="Repeatable, or separated by commas; measured in turns. Default: none.")
+        list[str] | None,
+        typer.Option(
+            "--codec", help="Repeatable, or separated by commas; measured in turns. Default: none; SQUINCH_CODEC is not asked."
+        ),
     ] = None,
     ranks: Annotated[int | None, typer.Option("-g", "--ranks", min=1, help="Ranks to start, when no launcher did.")] = None,
 ) -> None:

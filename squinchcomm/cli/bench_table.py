@@ -154,7 +154,12 @@ def heading(op: str, ranks: int, factor: float) -> list[str]:
     """Lines above the table of one collective."""
     titles = " ".join(title.rjust(width) for title, _, width in _COLUMNS)
     units = " ".join(unit.rjust(width) for _, unit, width in _COLUMNS)
-    return ["#", f"# {op}, {ranks} ranks, busbw factor {factor:.4g}", f"#{titles[1:]}", f"#{units[1:]}"]
+    return [
+        "#",
+        f"# {op}, {ranks} {'rank' if ranks == 1 else 'ranks'}, busbw factor {factor:.4g}",
+        f"#{titles[1:]}",
+        f"#{units[1:]}",
+    ]
 
 
 def footer(rows: Iterable[Row]) -> list[str]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from squinchcomm.demo import report
 from squinchcomm.demo.records import Run, Settings
 from squinchcomm.demo.report import label
+from squinchcomm.errors import ConfigError
+
+_MEAN_OVER = 20  # steps; losses of single small batches jump
 
 _console = Console()
 
@@ -34,9 +38,10 @@ def demo(
     """Train a small language model over a slow link, with float32 and with compressed gradients."""
     missing = [name for name in ("torch", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
-        need = f"The demo needs {' and '.join(missing)}. Install with: pip install 'squinchcomm[demo]'"
+        need = f"The demo needs {' and '.join(missing)}. Install with: pip install '.[demo]' in the checkout"
         _console.print(need, style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2)
+    _check(link, codec)
     settings = Settings(codecs=["none", codec], steps=steps, link_rate=link, seed=seed)
     out.mkdir(parents=True, exist_ok=True)
     settings.write(out / "settings.json")
@@ -53,6 +58,19 @@ def demo(
     _console.print(verdict, soft_wrap=True)
 
 
+def _check(link: str, codec: str) -> None:
+    """Finds what the ranks would refuse before they are started."""
+    from squinchcomm.kernels.registry import codec_names
+    from squinchcomm.transport.options import parse_rate
+
+    try:
+        parse_rate(link)
+    except ConfigError as error:
+        raise ConfigError(f"--link: {error}") from None
+    if codec not in codec_names():
+        raise ConfigError(f"--codec {codec}: unknown; there are {', '.join(codec_names())}")
+
+
 def _train(settings_path: Path, ranks: int, codecs: list[str], steps: int) -> None:
     """Starts the ranks with the library's own launcher and shows how far rank 0 is."""
     module = ["-m", "squinchcomm.demo.train", str(settings_path)]
@@ -63,7 +81,7 @@ def _train(settings_path: Path, ranks: int, codecs: list[str], steps: int) -> No
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         try:
             show = _bars if _console.is_terminal else _lines
-            show(_tail(progress_path, process), codecs, steps)
+            show(_smoothed(_tail(progress_path, process)), codecs, steps)
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -88,6 +106,14 @@ def _tail(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict[str, An
             time.sleep(0.2)
 
 
+def _smoothed(lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same lines with each loss averaged over the last steps."""
+    recent: deque[list[float]] = deque(maxlen=_MEAN_OVER)
+    for line in lines:
+        recent.append(line["losses"])
+        yield line | {"losses": [sum(losses) / len(recent) for losses in zip(*recent, strict=True)]}
+
+
 def _bars(lines: Iterator[dict[str, Any]], codecs: list[str], steps: int) -> None:
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=_console) as progress:
@@ -106,4 +132,4 @@ def _lines(lines: Iterator[dict[str, Any]], codecs: list[str], steps: int) -> No
 
 def _losses(line: dict[str, Any], codecs: list[str]) -> str:
     pairs = zip(codecs, line["losses"], strict=True)
-    return "loss: " + ", ".join(f"{label(codec)} {loss:.3f}" for codec, loss in pairs)
+    return f"loss (mean of up to {_MEAN_OVER} steps): " + ", ".join(f"{label(codec)} {loss:.3f}" for codec, loss in pairs)

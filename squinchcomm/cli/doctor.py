@@ -60,7 +60,7 @@ def _all_findings() -> Iterator[Finding]:
             yield from probe()
         # A broken installation breaks in many ways; the report goes on and shows this one.
         except Exception as error:
-            step = "reinstall with `pip install --force-reinstall squinchcomm`, or report this with SQUINCH_DEBUG=TRACE output"
+            step = "reinstall with `pip install --force-reinstall .` in the checkout, or report this with SQUINCH_DEBUG=TRACE output"
             yield Finding(section, "check failed", f"{type(error).__name__}: {error}", "problem", step)
 
 

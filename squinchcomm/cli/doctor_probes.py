@@ -15,9 +15,8 @@ from squinchcomm.cli.doctor import Finding, Probe
 from squinchcomm.errors import ConfigError
 
 _OPTIONAL = {
-    "torch": ("tensors, the demo", "pip install torch"),
-    "mpi4py": ("MPI jobs", "pip install mpi4py"),
-    "cupy": ("arrays on NVIDIA GPUs", "pip install cupy-cuda12x"),
+    "torch": ("CPU tensors, the demo", "pip install '.[demo]' in the checkout"),
+    "matplotlib": ("the demo's picture", "pip install '.[demo]' in the checkout"),
 }
 _GIB = 1 << 30
 
@@ -31,25 +30,18 @@ def software() -> Iterator[Finding]:
         try:
             yield Finding("Software", name, version(name))
         except PackageNotFoundError:
-            yield Finding("Software", name, "not installed", "problem", f"pip install {name}")
+            yield Finding("Software", name, "not installed", "problem", "pip install . in the checkout")
     for name, (purpose, how) in _OPTIONAL.items():
-        found = _installed(name)
-        yield Finding("Software", f"{name} (optional)", found or f"not installed; {purpose}: {how}")
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            found = f"not installed; {purpose}: {how}"
+        yield Finding("Software", f"{name} (optional)", found)
 
 
 def _requirements() -> list[str]:
     names = [line for line in requires("squinchcomm") or [] if "extra ==" not in line]
     return ["".join(char if char.isalnum() or char in "-_." else " " for char in line).split()[0] for line in names]
-
-
-def _installed(name: str) -> str | None:
-    # CuPy's distributions are named after the CUDA version.
-    for candidate in (name, *(f"{name}-cuda{major}x" for major in (11, 12, 13))):
-        try:
-            return version(candidate)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def libraries() -> Iterator[Finding]:
@@ -109,6 +101,7 @@ def launch() -> Iterator[Finding]:
     """What `squinchcomm.init()` would do if it were called in this shell."""
     import warnings
 
+    from squinchcomm.cli.env import check_names
     from squinchcomm.config import Config
     from squinchcomm.launch import detect
 
@@ -116,6 +109,7 @@ def launch() -> Iterator[Finding]:
         warnings.simplefilter("always")
         try:
             config = Config.from_env()
+            check_names(config)
         except ConfigError as error:
             yield Finding("Launch", "settings", str(error), "problem", "correct it; `squinchcomm env` shows all settings")
             return
@@ -140,6 +134,10 @@ def launch() -> Iterator[Finding]:
     yield Finding(
         "Launch", "launcher", f"{info.source}: rank {info.rank} of {info.world_size}, {info.local_world_size} on this machine"
     )
+    if config.transport == "inproc" and info.world_size > 1:
+        step = "unset SQUINCH_TRANSPORT"
+        yield Finding("Launch", "transport", "inproc joins threads of one process, not these ranks", "problem", step)
+        return
     yield Finding(
         "Launch", "init() would", f"meet at {info.address} and move frames by {config.transport}, {config.scheme} sockets"
     )
@@ -151,7 +149,8 @@ def _key_file(path: Path) -> Finding:
     try:
         read_key_file(path)
     except ConfigError as error:
-        return Finding("Launch", "job key", str(error), "problem", "make one with `squinchcomm keygen`")
+        step = "correct that, or unset SQUINCH_KEY_FILE if all ranks are on this machine"
+        return Finding("Launch", "job key", str(error), "problem", step)
     return Finding("Launch", "job key", f"{path}, readable by you alone")
 
 

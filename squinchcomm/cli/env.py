@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from squinchcomm.config import LAUNCH_VARIABLES, Config, settings
+from squinchcomm.errors import ConfigError
 
 
 def env(
@@ -18,10 +19,30 @@ def env(
     """Shows each setting's variable, value, source, default and meaning, as a rank started from this shell would see them."""
     if markdown:
         typer.echo(markdown_table())
-    elif as_json:
-        typer.echo(json.dumps(rows(Config.from_env()), indent=2))
+        return
+    config = Config.from_env()
+    check_names(config)
+    if as_json:
+        typer.echo(json.dumps(rows(config), indent=2))
     else:
-        _print_table(rows(Config.from_env()))
+        _print_table(rows(config))
+
+
+def check_names(config: Config) -> None:
+    """Looks up codec and transport, which `Config` takes by any name: programs may register theirs later.
+
+    Raises:
+        ConfigError: nothing built in or installed has the name; lists what has one.
+    """
+    from squinchcomm.kernels.registry import codec_names
+    from squinchcomm.transport.registry import backend_names
+
+    for variable, name, known in (
+        ("SQUINCH_CODEC", config.codec, codec_names()),
+        ("SQUINCH_TRANSPORT", config.transport, backend_names()),
+    ):
+        if name not in known:
+            raise ConfigError(f"{variable}={name}: unknown; there are {', '.join(known)}")
 
 
 def rows(config: Config) -> list[dict[str, Any]]:

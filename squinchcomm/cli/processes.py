@@ -245,6 +245,7 @@ def rank_environments(world_size: int, token: str, extra: Mapping[str, str]) -> 
         "LOCAL_WORLD_SIZE": str(world_size),
         "SQUINCH_ADDRESS": f"ipc://@squinchcomm-run-{secrets.token_hex(8)}",
         TOKEN_VARIABLE: token,
+        "SQUINCH_LAUNCHER": "run",
         # Not for us, but for scripts that also call torch.distributed.init_process_group.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import warnings
 from typing import Annotated
 
 import typer
@@ -40,10 +41,13 @@ def run(
 
     Standard input goes to rank 0, unless it is a terminal.
     """
+    command, variables = _command(module, context.args), _variables(env or [], emulate_link)
+    if ranks > 1 and {**os.environ, **variables}.get("SQUINCH_TRANSPORT") == "inproc":
+        warnings.warn("SQUINCH_TRANSPORT=inproc joins threads of one process, and these ranks are processes", stacklevel=1)
     job = Job(
-        command=_command(module, context.args),
+        command=command,
         world_size=ranks,
-        extra_env=_variables(env or [], emulate_link),
+        extra_env=variables,
         output="prefixed" if prefix else "lines",
         timeout_s=timeout,
         grace_s=grace,
@@ -71,7 +75,15 @@ def _command(module: bool, arguments: list[str]) -> list[str]:
 
 
 def _variables(settings: list[str], emulate_link: str | None) -> dict[str, str]:
-    variables = {} if emulate_link is None else {"SQUINCH_LINK_RATE": emulate_link}
+    from squinchcomm.transport.options import parse_rate
+
+    variables = {}
+    if emulate_link is not None:
+        try:
+            parse_rate(emulate_link)
+        except ConfigError as error:
+            raise ConfigError(f"--emulate-link: {error}") from None
+        variables["SQUINCH_LINK_RATE"] = emulate_link
     for setting in settings:
         name, separator, value = setting.partition("=")
         if not separator or not name:

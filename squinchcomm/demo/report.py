@@ -13,6 +13,7 @@ from squinchcomm.demo.records import Run
 # With squinch6, gaps of 0.0002 to 0.016 were seen after 60 to 300 steps with three seeds; a codec that breaks training is far outside.
 LOSS_TOLERANCE = 0.05  # nats a byte, held-out
 _COLOURS = ("#8a5a00", "#0b6fb8", "#2a7f3f", "#7a3fa0")
+_FIRST_SHOWN_STEP = 20  # losses of the steps before would squeeze all that differs into the bottom of the picture
 _STYLES = (("-", 3.0), ("--", 1.5), ("-.", 1.5), (":", 1.5))  # curves that lie on each other stay visible
 
 
@@ -63,6 +64,15 @@ def table(runs: list[Run], *, ranks: int, link_rate: str) -> Table:
     return shown
 
 
+def _loss_limits(runs: list[Run]) -> tuple[float, float]:
+    """Lowest and highest loss to show: all from step 20 on, or all if there are hardly more steps."""
+    first = _FIRST_SHOWN_STEP if len(runs[0].train_loss) > 2 * _FIRST_SHOWN_STEP else 0
+    shown = [loss for run in runs for loss in run.train_loss[first:]]
+    shown += [loss for run in runs for step, loss in run.held_out_loss if step > first]
+    margin = 0.05 * (max(shown) - min(shown)) or 0.05
+    return min(shown) - margin, max(shown) + margin
+
+
 def picture(runs: list[Run], path: Path, *, ranks: int, link_rate: str) -> None:
     """Writes a PNG: losses against steps, losses against time, bytes on the wire against time."""
     import matplotlib
@@ -81,7 +91,6 @@ def picture(runs: list[Run], path: Path, *, ranks: int, link_rate: str) -> None:
             (by_step, steps, evaluated),
             (by_time, clock, [clock[step - 1] for step in evaluated]),
         ):
-            axes.plot(train_x, run.train_loss, color=colour, alpha=0.35, linewidth=1, label=f"{name}, training")
             axes.plot(
                 held_out_x,
                 held_out,
@@ -90,9 +99,17 @@ def picture(runs: list[Run], path: Path, *, ranks: int, link_rate: str) -> None:
                 linewidth=width,
                 marker="o",
                 markersize=4,
+                zorder=3,
                 label=f"{name}, held-out",
             )
-        wire.plot(clock, [total / 1e9 for total in accumulate(run.wire_bytes)], color=colour, linewidth=2, label=name)
+            axes.plot(train_x, run.train_loss, color=colour, alpha=0.25, linewidth=0.6, zorder=2, label=f"{name}, training")
+        sent = [total / 1e9 for total in accumulate(run.wire_bytes)]
+        wire.plot(clock, sent, color=colour, linewidth=2, label=name)
+        less = "" if run is runs[0] else f", {sum(runs[0].wire_bytes) / sum(run.wire_bytes):.1f}x less"
+        end = {"xytext": (-6, 0), "ha": "right"} if run is runs[0] else {"xytext": (6, 0), "ha": "left"}
+        wire.annotate(
+            f"{sent[-1]:.3g} GB{less}", (clock[-1], sent[-1]), textcoords="offset points", va="center", color=colour, **end
+        )
     for axes, title, x, y in (
         (by_step, "Loss by step", "optimizer step", "loss (nats per byte)"),
         (by_time, "Loss by time", "training time (s)", "loss (nats per byte)"),
@@ -102,7 +119,10 @@ def picture(runs: list[Run], path: Path, *, ranks: int, link_rate: str) -> None:
         axes.set_xlim(left=0)
         axes.grid(alpha=0.25)
         axes.legend(frameon=False)
+    wire.legend(frameon=False, loc="upper left")
     wire.set_ylim(bottom=0)
+    for axes in (by_step, by_time):
+        axes.set_ylim(*_loss_limits(runs))
     figure.suptitle(
         f"Byte-level transformer, {runs[0].parameters / 1e6:.2f} M parameters, ranks: {ranks}, emulated links: {link_rate}",
         fontsize=13,

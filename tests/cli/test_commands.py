@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from squinchcomm import __version__
+from squinchcomm.cli import doctor_probes
 from squinchcomm.transport.security import read_key_file
 from tests.cli.command import squinchcomm
 
@@ -152,3 +153,24 @@ def test_doctor_reports_problems_with_a_next_step(tmp_path: Path) -> None:
     assert "RANK is set but WORLD_SIZE is not" in done.stdout
     assert "others can read the job key file" in done.stdout
     assert "problem" in done.stdout.splitlines()[-1] or "->" in done.stdout
+    assert "keygen" not in done.stdout  # the key is there; making another would not help
+    assert not {"mpi4py", "cupy"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize(("variable", "known"), [("SQUINCH_CODEC", "squinch6"), ("SQUINCH_TRANSPORT", "inproc, zmq")])
+def test_unknown_names_are_found_early(variable: str, known: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = squinchcomm("env", env={variable: "nonesuch"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{variable}=nonesuch: unknown; there are" in done.stderr
+    assert known in done.stderr
+    monkeypatch.setenv(variable, "nonesuch")
+    (finding,) = doctor_probes.launch()
+    assert (finding.level, variable in finding.value) == ("problem", True)
+
+
+def test_doctor_says_what_inproc_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "SQUINCH_ADDRESS": "ipc://@x", "SQUINCH_TRANSPORT": "inproc"}.items():
+        monkeypatch.setenv(name, value)
+    finding = list(doctor_probes.launch())[-1]
+    assert (finding.name, finding.level) == ("transport", "problem")
+    assert "threads of one process" in finding.value

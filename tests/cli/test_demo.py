@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from squinchcomm.cli.app import app
+from squinchcomm.cli.demo import _smoothed
 from squinchcomm.demo import corpus, report
 from squinchcomm.demo.records import Run
 
@@ -90,7 +91,7 @@ def test_missing_torch_names_the_command(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 2
-    assert "pip install 'squinchcomm[demo]'" in result.output
+    assert "pip install '.[demo]'" in result.output
 
 
 @needs_torch
@@ -135,7 +136,26 @@ def test_same_seed_same_losses(tmp_path: Path) -> None:
 
 
 @needs_torch
-def test_a_failing_rank_fails_the_demo(tmp_path: Path) -> None:
-    done = run_demo(tmp_path, "--steps", "2", "--ranks", "2", "--codec", "nonesuch")
+def test_a_failing_rank_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SQUINCH_TIMEOUT", "never")
+    done = run_demo(tmp_path, "--steps", "2", "--ranks", "2")
     assert done.returncode == 1
-    assert "nonesuch" in done.stdout
+    assert "SQUINCH_TIMEOUT=never" in done.stdout
+
+
+@needs_torch
+@pytest.mark.parametrize("option", ["--codec", "--link"])
+def test_wrong_options_are_found_before_ranks_start(tmp_path: Path, option: str) -> None:
+    done = run_demo(tmp_path / "out", option, "nonesuch")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"squinchcomm: error: {option}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_progress_shows_means() -> None:
+    lines = [{"step": step, "losses": [float(step), 0.0]} for step in range(1, 31)]
+    shown = list(_smoothed(iter(lines)))
+    assert shown[0]["losses"] == [1.0, 0.0]
+    assert shown[1]["losses"] == [1.5, 0.0]
+    assert shown[29]["losses"] == [20.5, 0.0]

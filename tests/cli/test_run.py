@@ -256,3 +256,22 @@ def test_output_that_nobody_reads_ends_the_job(script: Script, mark: str) -> Non
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=30, env=environment(), check=False)
     assert len(done.stdout.splitlines()) == 3
     assert wait_for(lambda: marked(mark) == [], 10)
+
+
+def test_help_shows_what_to_run() -> None:
+    assert "squinchcomm run [OPTIONS] SCRIPT [ARGS]..." in squinchcomm("run", "--help", env={"COLUMNS": "120"}).stdout
+
+
+def test_a_wrong_rate_is_found_before_ranks_start() -> None:
+    done = squinchcomm("run", "-n", "2", "--emulate-link", "1GB", sys.executable, "-c", "print('started')")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("squinchcomm: error: --emulate-link: '1GB' is not a rate")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_inproc_is_warned_of() -> None:
+    code = "from squinchcomm.launch import detect; print(detect().source)"
+    command = ["run", "-n", "2", "--no-prefix", "--env", "SQUINCH_TRANSPORT=inproc", sys.executable, "-c", code]
+    done = squinchcomm(*command)
+    assert done.stdout == "squinchcomm run\n" * 2
+    assert "joins threads of one process" in done.stderr
