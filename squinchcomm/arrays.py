@@ -55,6 +55,9 @@ def flatten(array: Any, name: str, *, writable: bool) -> Flat:
 
 
 def _flatten_numpy(array: np.ndarray, name: str, writable: bool) -> Flat:
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array; pass {name}.filled(...) or {name}.data")
+    array = array.view(np.ndarray)
     dtype = array.dtype if array.dtype in DTYPE_CODES else canonical_dtype(array.dtype)
     if dtype not in DTYPE_CODES:
         raise TypeError(
@@ -62,6 +65,10 @@ def _flatten_numpy(array: np.ndarray, name: str, writable: bool) -> Flat:
         )
     if writable and not array.flags.writeable:
         raise ValueError(f"{name} is read-only, but the result is written into it; pass a writable array")
+    if writable and array.size and any(stride == 0 < size - 1 for stride, size in zip(array.strides, array.shape, strict=True)):
+        raise ValueError(
+            f"{name} repeats one element in several places, so no result can be written into it; pass a full array"
+        )
     if array.flags.c_contiguous:
         return Flat(array.view(dtype).reshape(-1) if array.ndim else array.reshape(1).view(dtype), array.shape)
     return Flat(np.ascontiguousarray(array).view(dtype).reshape(-1), array.shape, array if writable else None)
@@ -72,6 +79,12 @@ def _flatten_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Flat:
         raise TypeError(f"{name} is on device {tensor.device}; only CPU tensors are supported here, pass {name}.cpu()")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} has layout {tensor.layout}; pass a dense tensor")
+    if (
+        writable
+        and tensor.numel()
+        and any(stride == 0 < size - 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    ):
+        raise ValueError(f"{name} is expanded, so no result can be written into it; pass {name}.contiguous()")
     tensor = tensor.detach()
     flat = tensor.resolve_conj().resolve_neg().contiguous()
     copied = flat.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg()

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from squinchcomm.arguments import check_part, on_root, part_sizes, same_dtype
+from squinchcomm.arguments import check_overlap, check_part, on_root, part_sizes, same_dtype
 from squinchcomm.arrays import Flat, flatten
 from squinchcomm.collectives import movement
 from squinchcomm.collectives.call import Call
@@ -25,7 +25,7 @@ from squinchcomm.collectives.plan import Plan
 from squinchcomm.collectives.reduction import check_reduction
 from squinchcomm.collectives.wire import Signature
 from squinchcomm.config import Config
-from squinchcomm.errors import CommunicatorAborted
+from squinchcomm.errors import CommunicatorAborted, WireFormatError
 from squinchcomm.kernels import warm_up
 from squinchcomm.kernels.codec import Codec
 from squinchcomm.kernels.dtypes import dtype_name
@@ -36,6 +36,8 @@ from squinchcomm.transport.base import Backend, Transport
 from squinchcomm.work import Work
 
 log = logging.getLogger("squinchcomm")
+
+_MAX_BLOB_BYTES = 64 << 10
 
 
 class Endpoints(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -83,6 +85,7 @@ class Communicator:
         self._channel = Channel(collectives, epoch, self.stats)
         self._lane = Lane(self._channel, config.resolved_codec_threads(self.hosts.count(self.hosts[self.rank])))
         self._messages = PointToPoint(messages, epoch, self.stats)
+        self._movement_bytes = min(config.chunk_bytes, collectives.max_payload_bytes)
         self._compressed_before: set[tuple[Any, ...]] = set()
         self._pid = os.getpid()
         self._closed = False
@@ -137,13 +140,12 @@ class Communicator:
         self._check_rank(root, "root")
         flat = flatten(array, "array", writable=self.rank == root)
         check_reduction(op, flat.data.dtype)
-        signature = Signature("reduce", op, flat.data.dtype, flat.data.size, flat.shape, root)
+        signature = Signature("reduce", op, flat.data.dtype, flat.data.size, flat.shape, root=root)
 
         def body(call: Call) -> None:
             coder = PlainCoder(flat.data.dtype, op, self.world_size)
-            data = flat.data if flat.data.flags.writeable else flat.data.copy()
             if self.world_size > 1:
-                Exchange(call, coder, self._even_plan(data, coder), data).reduce(root)
+                Exchange(call, coder, self._even_plan(flat.data, coder), flat.data).reduce(root)
             if self.rank == root:
                 flat.write_back()
 
@@ -177,8 +179,11 @@ class Communicator:
         same_dtype(source, target)
         parts = part_sizes(counts, self.world_size, source.data.size, "input")
         check_part(target, "output", parts, self.rank, "input")
+        check_overlap(source, target, _slot(parts, self.rank), "input")
         chosen = self._choose(codec, source.data, op, "reduce_scatter")
-        signature = Signature("reduce_scatter", op, source.data.dtype, source.data.size, tuple(parts), **_codec_fields(chosen))
+        signature = Signature(
+            "reduce_scatter", op, source.data.dtype, source.data.size, parts=tuple(parts), **_codec_fields(chosen)
+        )
 
         def body(call: Call) -> None:
             coder = self._coder(chosen, source.data.dtype, op, call)
@@ -216,8 +221,11 @@ class Communicator:
         same_dtype(source, target)
         parts = part_sizes(counts, self.world_size, target.data.size, "output")
         check_part(source, "input", parts, self.rank, "output")
+        check_overlap(source, target, _slot(parts, self.rank), "output")
         chosen = self._choose(codec or "none", target.data, "", "all_gather")
-        signature = Signature("all_gather", "", target.data.dtype, target.data.size, tuple(parts), **_codec_fields(chosen))
+        signature = Signature(
+            "all_gather", "", target.data.dtype, target.data.size, parts=tuple(parts), **_codec_fields(chosen)
+        )
 
         def body(call: Call) -> None:
             if self.world_size > 1:
@@ -240,10 +248,10 @@ class Communicator:
         """Copies `array` of rank `root` into `array` of all ranks; same shape and dtype everywhere."""
         self._check_rank(root, "root")
         flat = flatten(array, "array", writable=self.rank != root)
-        signature = Signature("broadcast", "", flat.data.dtype, flat.data.size, flat.shape, root)
+        signature = Signature("broadcast", "", flat.data.dtype, flat.data.size, flat.shape, root=root)
 
         def body(call: Call) -> None:
-            movement.broadcast(call, flat.data.view(np.uint8), root, self.config.chunk_bytes)
+            movement.broadcast(call, flat.data.view(np.uint8), root, self._movement_bytes)
             if self.rank != root:
                 flat.write_back()
 
@@ -256,11 +264,13 @@ class Communicator:
         self._check_rank(root, "root")
         source = flatten(input, "input", writable=False)
         target = on_root(output, "output", source, self.world_size, writable=True) if self.rank == root else None
-        signature = Signature("gather", "", source.data.dtype, source.data.size * self.world_size, None, root)
+        if target is not None:
+            check_overlap(source, target, _slot([source.data.size] * self.world_size, root), "output")
+        signature = Signature("gather", "", source.data.dtype, source.data.size * self.world_size, root=root)
 
         def body(call: Call) -> None:
             own = source.data.view(np.uint8)
-            movement.gather(call, own, target.data.view(np.uint8) if target else None, root, self.config.chunk_bytes)
+            movement.gather(call, own, target.data.view(np.uint8) if target else None, root, self._movement_bytes)
             if target:
                 target.write_back()
 
@@ -273,11 +283,13 @@ class Communicator:
         self._check_rank(root, "root")
         target = flatten(output, "output", writable=True)
         source = on_root(input, "input", target, self.world_size, writable=False) if self.rank == root else None
-        signature = Signature("scatter", "", target.data.dtype, target.data.size * self.world_size, None, root)
+        if source is not None:
+            check_overlap(source, target, _slot([target.data.size] * self.world_size, root), "input")
+        signature = Signature("scatter", "", target.data.dtype, target.data.size * self.world_size, root=root)
 
         def body(call: Call) -> None:
             own = target.data.view(np.uint8)
-            movement.scatter(call, own, source.data.view(np.uint8) if source else None, root, self.config.chunk_bytes)
+            movement.scatter(call, own, source.data.view(np.uint8) if source else None, root, self._movement_bytes)
             target.write_back()
 
         return self._submit(signature, body, target.data.nbytes, async_op, timeout_s)
@@ -305,8 +317,7 @@ class Communicator:
         source = flatten(input, "input", writable=False)
         target = flatten(output, "output", writable=True)
         same_dtype(source, target)
-        if np.may_share_memory(source.data, target.data):
-            raise ValueError("input and output of all_to_all overlap; pass separate arrays")
+        check_overlap(source, target, None, "input")
         sends = part_sizes(input_counts, self.world_size, source.data.size, "input")
         takes = part_sizes(output_counts, self.world_size, target.data.size, "output")
         if sends[self.rank] != takes[self.rank]:
@@ -321,7 +332,7 @@ class Communicator:
             size = source.data.itemsize
             bounds = [[size * offset for offset in Plan.uneven(parts, 1, 1).bounds] for parts in (takes, sends)]
             movement.all_to_all(
-                call, target.data.view(np.uint8), source.data.view(np.uint8), bounds[0], bounds[1], self.config.chunk_bytes
+                call, target.data.view(np.uint8), source.data.view(np.uint8), bounds[0], bounds[1], self._movement_bytes
             )
             target.write_back()
 
@@ -359,7 +370,7 @@ class Communicator:
         self._check_alive()
         if peer == self.rank:
             raise ValueError(f"{'dst' if outgoing else 'src'} is this rank ({peer}); a rank cannot message itself")
-        if not isinstance(tag, int) or not 0 <= tag < 1 << 32:
+        if not isinstance(tag, int | np.integer) or not 0 <= tag < 1 << 32:
             raise ValueError(f"tag must be an integer from 0 to 2**32 - 1, not {tag!r}")
         timeout = self._timeout(timeout_s)
         work = Work("send" if outgoing else "recv", 0, self.rank)
@@ -369,8 +380,8 @@ class Communicator:
                 flat.data.view(np.uint8),
                 flat.data.dtype,
                 flat.data.size,
-                tag,
-                peer,
+                int(tag),
+                None if peer is None else int(peer),
                 time.monotonic() + timeout,
                 timeout,
                 outgoing=outgoing,
@@ -386,7 +397,8 @@ class Communicator:
 
         A collective call. Ranks that give None take part in the call and get None.
         """
-        if color is not None and not 0 <= color < 1 << 31:
+        color, key = _small_integer(color, "color"), _small_integer(key, "key")
+        if color is not None and color < 0:
             raise ValueError(f"color must be None or an integer from 0 to 2**31 - 1, not {color}")
         from squinchcomm import bootstrap
 
@@ -411,6 +423,10 @@ class Communicator:
     def _exchange_blobs(self, blob: bytes) -> list[bytes]:
         sizes = np.zeros(self.world_size, np.int64)
         self.all_gather(sizes, np.array([len(blob)], np.int64))
+        if sizes.min() < 0 or sizes.max() > _MAX_BLOB_BYTES:
+            raise WireFormatError(
+                f"split: ranks say they send {sizes.tolist()} bytes; {_MAX_BLOB_BYTES} is the most", rank=self.rank
+            )
         rows = np.zeros(int(sizes.sum()), np.uint8)
         self.all_gather(rows, np.frombuffer(blob, np.uint8), counts=sizes.tolist())
         return [part.tobytes() for part in np.split(rows, np.cumsum(sizes)[:-1])]
@@ -420,8 +436,10 @@ class Communicator:
 
         Any thread; idempotent.
         """
-        self._channel.abort(reason)
-        self._messages.stop(CommunicatorAborted(f"aborted: {reason}", rank=self.rank))
+        self._check_process()
+        if not self._closed:
+            self._lane.abort(reason)
+            self._messages.stop(CommunicatorAborted(f"aborted: {reason}", rank=self.rank))
 
     def close(self) -> None:
         """Finishes pending calls, says goodbye to peers, frees sockets and threads. Idempotent."""
@@ -431,10 +449,13 @@ class Communicator:
             self._closed = True
         if self._pid != os.getpid():
             return
-        self._lane.close()
-        self._messages.stop(CommunicatorAborted("the communicator was closed", rank=self.rank))
-        for transport in self._transports:
-            transport.close()
+        idle = self._lane.close(self.config.timeout_s)
+        quiet = self._messages.stop(CommunicatorAborted("the communicator was closed", rank=self.rank))
+        for transport, unused in zip(self._transports, (idle, quiet), strict=True):
+            if unused:
+                transport.close()
+            else:  # closing what another thread is using would end the process
+                log.error("rank %d: a call does not end, so its %s transport stays open", self.rank, transport.name)
 
     def __enter__(self) -> Communicator:
         return self
@@ -451,13 +472,16 @@ class Communicator:
         return self._lane.submit(signature, body, raw_bytes, async_op, self._timeout(timeout_s))
 
     def _check_alive(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise CommunicatorAborted("the communicator is closed", rank=self.rank)
+
+    def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise CommunicatorAborted(
                 f"this communicator belongs to process {self._pid}; a forked child ({os.getpid()}) must make its own with squinchcomm.init",
                 rank=self.rank,
             )
-        if self._closed:
-            raise CommunicatorAborted("the communicator is closed", rank=self.rank)
 
     def _check_rank(self, rank: int, name: str) -> None:
         if not isinstance(rank, int | np.integer) or not 0 <= rank < self.world_size:
@@ -496,10 +520,26 @@ class Communicator:
         return CodecCoder(codec, dtype, op, self.world_size, seed)
 
     def _chunk_bytes(self, data: np.ndarray) -> int:
-        return self.config.chunk_bytes * data.itemsize // 4
+        """Bytes of `data` in a chunk, which always fits a frame; 0 lets the plan choose."""
+        if not self.config.chunk_bytes:
+            return 0
+        return min(max(self.config.chunk_bytes * data.itemsize // 4, 1), self._transports[0].max_payload_bytes)
 
     def _even_plan(self, data: np.ndarray, coder: Coder) -> Plan:
         return Plan.even(data.size, self.world_size, data.itemsize, coder.tile, self._chunk_bytes(data))
+
+
+def _small_integer(value: Any, name: str) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not -(1 << 31) <= value < 1 << 31:
+        raise ValueError(f"{name} must be None or an integer of 32 bits, not {value!r}")
+    return int(value)
+
+
+def _slot(parts: Sequence[int], rank: int) -> slice:
+    start = sum(parts[:rank])
+    return slice(start, start + parts[rank])
 
 
 def _codec_fields(codec: Codec) -> dict[str, Any]:

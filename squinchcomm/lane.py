@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from squinchcomm.collectives.call import Call
 from squinchcomm.collectives.channel import Channel, Ticket
 from squinchcomm.collectives.wire import Signature
-from squinchcomm.errors import CommunicatorAborted, SquinchError
+from squinchcomm.errors import CollectiveTimeout, CommunicatorAborted, SquinchError
 from squinchcomm.progress import Progress
 from squinchcomm.work import Work
 
 Body = Callable[[Call], None]
+
+_ABORT_S = 5.0  # ten times what an aborted call needs to end
 
 
 class Lane:
@@ -51,14 +53,32 @@ class Lane:
 
         if async_op:
             return self._progress.start(make)
-        self._progress.run(make)
+        try:
+            self._progress.run(make, timeout_s)
+        except CollectiveTimeout as error:
+            if self.channel.failure is not None:
+                raise  # it ran, and this is its own deadline
+            # It waited behind other calls and may still run, over memory that the caller takes back now.
+            self.channel.abort(f"{error.op} #{error.sequence} was given up")
+            raise
         return None
 
-    def close(self) -> None:
-        """Finishes what is queued and ends the threads."""
+    def abort(self, reason: str) -> None:
+        """Ends the call in progress and all later ones; tells the other ranks."""
+        self.channel.abort(reason)
+        error = CommunicatorAborted(f"rank {self.channel.rank} aborted: {reason}", rank=self.channel.rank)
+        self._progress.if_idle(lambda: self.channel.fail(error))
+
+    def close(self, timeout_s: float) -> bool:
+        """Lets pending calls finish for at most `timeout_s`, then aborts them, and ends the threads; False if a call hangs on."""
+        done = self._progress.drain(timeout_s)
+        if not done:
+            self.abort("the communicator was closed")
+            done = self._progress.drain(_ABORT_S)
         self._progress.close()
         if self._pool is not None:
-            self._pool.shutdown()
+            self._pool.shutdown(wait=done)
+        return done
 
     def _execute(self, ticket: Ticket, body: Body) -> None:
         channel = self.channel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from squinchcomm.errors import ConfigError
-from squinchcomm.kernels import codec_names, get_codec
+from squinchcomm.kernels import get_codec
 from squinchcomm.kernels.codec import Codec
 from squinchcomm.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, dtype_name
 
@@ -24,10 +24,7 @@ def choose_codec(
         ConfigError: the codec named in the call is unknown or cannot serve the call.
     """
     explicit = requested is not None
-    try:
-        codec = get_codec(requested if requested is not None else default)
-    except KeyError:
-        raise ConfigError(f"unknown codec {requested or default!r}; known are {', '.join(codec_names())}") from None
+    codec = get_codec(requested if requested is not None else default)
     if codec.lossless:
         return codec, None
     reason = None

@@ -3,54 +3,92 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
+from squinchcomm.errors import CommunicatorAborted
 from squinchcomm.work import Work
+
+Make = Callable[[], tuple[Callable[[], None], Work]]
 
 
 class Progress:
-    """An ordered lane of calls. `submit` fixes the order; calls never overlap."""
+    """Calls one after another, in the order of `run` and `start`; they never overlap.
+
+    A KeyboardInterrupt may hit any line of `run`: what it sets is reset in its `finally`, and waits look again by themselves.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._queue: deque[tuple[Callable[[], None], Work]] = deque()
         self._busy = False
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def run(self, make: Callable[[], tuple[Callable[[], None], Work]]) -> None:
-        """Runs a call here and now if the lane is idle, else queues it and waits. `make` is called when its turn is fixed."""
-        with self._changed:
-            body, work = make()
-            inline = not self._busy and not self._queue
-            if inline:
-                self._busy = True
-            else:
-                self._enqueue(body, work)
-        if not inline:
-            work.wait()
-            return
-        try:
-            body()
-        finally:
-            self._release()
+    def run(self, make: Make, timeout_s: float) -> None:
+        """Runs a call here and now if nothing is pending, else queues it and waits. `make` is called when its turn is fixed.
 
-    def start(self, make: Callable[[], tuple[Callable[[], None], Work]]) -> Work:
-        """Queues a call and returns its handle."""
-        with self._changed:
+        Raises:
+            CollectiveTimeout: queued, and not finished after `timeout_s`.
+            CommunicatorAborted: after `close`.
+        """
+        inline = False
+        try:
+            with self._lock:
+                self._check_open()
+                body, work = make()
+                inline = not self._busy and not self._queue
+                if inline:
+                    self._busy = True
+                else:
+                    self._enqueue(body, work)
+            if inline:
+                body()
+            else:
+                work.wait(timeout_s)
+        finally:
+            if inline:
+                self._release()
+
+    def start(self, make: Make) -> Work:
+        """Queues a call and returns its handle. Raises CommunicatorAborted after `close`."""
+        with self._lock:
+            self._check_open()
             body, work = make()
             self._enqueue(body, work)
         return work
 
+    def if_idle(self, body: Callable[[], None]) -> None:
+        """Runs `body` here, between calls, if none is pending."""
+        with self._lock:
+            if not self._busy and not self._queue:
+                body()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until no call is pending, in any thread; False if that took too long."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            while self._busy or self._queue:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._changed.wait(min(left_s, 0.5))
+            return True
+
     def close(self) -> None:
-        """Lets the thread end once the queue is empty, and waits for it unless called from it."""
-        with self._changed:
+        """Takes no more calls and ends the thread, which must have none left."""
+        with self._lock:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise CommunicatorAborted("the communicator is closed")
 
     def _enqueue(self, body: Callable[[], None], work: Work) -> None:
         self._queue.append((body, work))
@@ -60,16 +98,17 @@ class Progress:
         self._changed.notify_all()
 
     def _release(self) -> None:
-        with self._changed:
-            self._busy = False
+        self._busy = False
+        with self._lock:
             self._changed.notify_all()
 
     def _loop(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._busy and (self._queue or self._closing))
-                if not self._queue:
-                    return
+            with self._lock:
+                while self._busy or not self._queue:
+                    if self._closing and not self._queue:
+                        return
+                    self._changed.wait(1.0)
                 body, work = self._queue.popleft()
                 self._busy = True
             error: BaseException | None = None

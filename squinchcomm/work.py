@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 from squinchcomm.errors import CollectiveTimeout
 
@@ -34,7 +33,7 @@ class Work:
         """
         if not self._done.wait(timeout_s):
             raise CollectiveTimeout(
-                f"{self.op} #{self.sequence} on rank {self._rank} has not finished after {timeout_s:g} s of waiting; it goes on",
+                f"{self.op} #{self.sequence} on rank {self._rank} has not finished after {timeout_s:g} s of waiting",
                 rank=self._rank,
                 op=self.op,
                 sequence=self.sequence,
@@ -50,7 +49,7 @@ class Work:
         """What the call raised, or None: also while it runs."""
         return self._error
 
-    def finish(self, error: BaseException | None = None, source: Any = None) -> None:
+    def finish(self, error: BaseException | None = None, source: int | None = None) -> None:
         """Called by the communicator, once."""
         self._error = error
         self.source = source

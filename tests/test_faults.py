@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from squinchcomm.arrays import Flat
 from squinchcomm.collectives import wire
+from squinchcomm.collectives.channel import codec_name
 from squinchcomm.communicator import Communicator
 from squinchcomm.errors import (
     CollectiveTimeout,
@@ -46,7 +51,7 @@ MISMATCHES: dict[str, tuple[Call, Call, str]] = {
     "parts": (
         lambda c: c.reduce_scatter(ones(4), ones(12)),
         lambda c: c.reduce_scatter(ones(2), ones(12), counts=[5, 2, 5]),
-        "shape",
+        "parts with checksum",
     ),
     "order": (
         lambda c: [c.allreduce(ones(10)), c.barrier()],
@@ -165,13 +170,101 @@ def test_a_rank_that_is_done_may_close_while_others_finish() -> None:
 def test_an_exception_in_a_with_block_tells_the_others_why() -> None:
     def body(comm: Communicator) -> None:
         if comm.rank == 0:
-            with pytest.raises(ZeroDivisionError), comm:
+            with comm:
                 raise ZeroDivisionError("mine")
-        else:
-            with pytest.raises((CommunicatorAborted, PeerLost)):
-                comm.barrier()
+        comm.barrier()
 
-    run_world(3, body)
+    for transport in ("inproc", "zmq"):
+        results = outcomes(3, body, transport=transport)
+        assert isinstance(results[0], ZeroDivisionError)
+        for result in results[1:]:
+            assert isinstance(result, CommunicatorAborted)
+            assert "ZeroDivisionError: mine" in str(result)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "zmq"])
+def test_abort_of_an_idle_rank_reaches_those_who_wait_for_it(transport: str) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            time.sleep(0.3)
+            comm.abort("no more")
+            time.sleep(0.8)
+        else:
+            started = time.monotonic()
+            with pytest.raises(CommunicatorAborted, match="no more"):
+                comm.allreduce(ones(1000), timeout_s=5.0)
+            assert time.monotonic() - started < 1.0
+
+    run_world(3, body, transport=transport)
+
+
+def test_abort_and_deadline_are_noticed_while_frames_keep_coming() -> None:
+    def body(comm: Communicator) -> None:
+        array = ones(16 << 20, np.uint8)
+        started = time.monotonic()
+        timer = threading.Timer(0.5, comm.abort)
+        if comm.rank == 1:
+            timer.start()
+        with pytest.raises(CommunicatorAborted):  # noqa: PT012
+            while time.monotonic() - started < 5.0:
+                comm.broadcast(array)
+        timer.cancel()
+        assert time.monotonic() - started < 2.0
+
+    run_world(2, body, transport="zmq")
+
+
+def test_a_failure_is_told_to_a_peer_whose_window_is_full() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 2:
+            time.sleep(2.0)
+            return
+        started = time.monotonic()
+        with pytest.raises(CollectiveTimeout, match="on rank 0"):
+            comm.allreduce(ones(8 << 20), timeout_s=0.7 if comm.rank == 0 else 8.0)
+        assert time.monotonic() - started < 2.0
+        time.sleep(max(0.0, started + 2.0 - time.monotonic()))
+
+    run_world(3, body, transport="zmq", chunk_bytes=64 << 10)
+
+
+def test_a_synchronous_call_behind_others_keeps_its_deadline() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            time.sleep(1.5)
+            return
+        pending = comm.allreduce(ones(10), async_op=True, timeout_s=30.0)
+        started = time.monotonic()
+        with pytest.raises(CollectiveTimeout):
+            comm.barrier(timeout_s=0.5)
+        assert time.monotonic() - started < 1.0
+        with pytest.raises(CommunicatorAborted):
+            pending.wait(2.0)
+
+    run_world(2, body)
+
+
+def test_close_lets_pending_calls_finish_and_ends_those_that_cannot() -> None:
+    def body(comm: Communicator) -> None:
+        works = [comm.allreduce(ones(300_000), async_op=True) for _ in range(20)]
+        comm.close()
+        for work in works:
+            work.wait(0.0)
+
+    run_world(3, body, transport="zmq")
+
+    def stuck(comm: Communicator) -> None:
+        if comm.rank == 1:
+            time.sleep(2.5)
+            return
+        work = comm.allreduce(ones(300_000), async_op=True, timeout_s=60.0)
+        started = time.monotonic()
+        comm.close()
+        assert time.monotonic() - started < 2.0
+        with pytest.raises(CommunicatorAborted):
+            work.wait(0.0)
+
+    run_world(2, stuck, transport="zmq", timeout_s=1.0)
 
 
 BAD_INPUT: dict[str, tuple[Call, type[Exception], str]] = {
@@ -193,9 +286,21 @@ BAD_INPUT: dict[str, tuple[Call, type[Exception], str]] = {
     "output": (lambda c: c.reduce_scatter(ones(3), ones(4)), ValueError, "output has 3 elements"),
     "dtypes": (lambda c: c.all_gather(ones(4), ones(2, np.float64)), TypeError, "differ in dtype"),
     "overlap": (lambda c: (lambda a: c.all_to_all(a, a))(ones(4)), ValueError, "overlap"),
+    "overlap of all_gather": (lambda c: (lambda a: c.all_gather(a, a[1:3]))(ones(4)), ValueError, "overlap"),
+    "overlap of reduce_scatter": (lambda c: (lambda a: c.reduce_scatter(a[1:3], a))(ones(4)), ValueError, "overlap"),
     "gather": (lambda c: c.gather(ones(2), root=c.rank), ValueError, "must be given on the root"),
     "self": (lambda c: c.send(ones(2), c.rank), ValueError, "cannot message itself"),
     "tag": (lambda c: c.send(ones(2), 1 - c.rank, -1), ValueError, "tag"),
+    "masked": (lambda c: c.allreduce(np.ma.masked_array(ones(3), [0, 1, 0])), TypeError, "masked array"),
+    "repeated": (
+        lambda c: c.allreduce(np.lib.stride_tricks.as_strided(ones(3), (4, 3), (0, 4))),
+        ValueError,
+        "repeats one element",
+    ),
+    "fractions": (lambda c: c.all_gather(ones(4), ones(2), counts=[2.0, 2.0]), TypeError, "float"),
+    "key": (lambda c: c.split(0, 2**70), ValueError, "key"),
+    "color type": (lambda c: c.split(True), ValueError, "color"),
+    "overlap of scatter": (lambda c: (lambda a: c.scatter(a[1:3], a, root=c.rank))(ones(4)), ValueError, "overlap"),
     "color": (lambda c: c.split(-1), ValueError, "color"),
 }
 
@@ -212,6 +317,86 @@ def test_bad_input_is_refused_and_nothing_is_lost(kind: str) -> None:
         assert np.all(array == 2)
 
     run_world(2, body)
+
+
+class AlwaysTwoDimensional(np.ndarray):
+    """As np.matrix, which warns."""
+
+    def reshape(self, *shape: Any, **options: Any) -> np.ndarray:
+        return np.asarray(self).reshape(1, -1).view(type(self))
+
+
+def test_subclasses_of_arrays_are_taken_as_plain_memory() -> None:
+    def body(comm: Communicator) -> None:
+        matrix = ones(60_000).reshape(200, 300).view(AlwaysTwoDimensional)
+        comm.allreduce(matrix, codec="squinch6")
+        comm.allreduce(matrix)
+        np.testing.assert_allclose(np.asarray(matrix), 4, rtol=0.1)
+
+    run_world(2, body, min_compress_bytes=0)
+
+
+def test_calls_after_close_are_refused_at_once() -> None:
+    def body(comm: Communicator) -> None:
+        lane = comm._lane
+        comm.close()
+        for async_op in (False, True):
+            with pytest.raises(CommunicatorAborted):
+                lane.submit(wire.Signature("barrier"), lambda call: None, 0, async_op, 1.0)
+
+    run_world(2, body)
+
+
+def test_closing_while_another_thread_is_in_a_call() -> None:
+    def body(comm: Communicator) -> None:
+        ended: list[BaseException | None] = []
+
+        def work() -> None:
+            try:
+                while True:
+                    comm.allreduce(ones(100_000), timeout_s=5.0)
+            except (CommunicatorAborted, PeerLost) as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        time.sleep(0.05 + 0.02 * comm.rank)
+        comm.close()
+        thread.join(10.0)
+        assert ended
+
+    for _ in range(6):
+        run_world(3, body, transport="zmq", timeout_s=5.0)
+
+
+def test_a_receiver_that_cannot_store_its_message_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Flat.write_back
+
+    def refuse(flat: Flat) -> None:
+        if flat.data.size == 21:
+            raise ValueError("no place")
+        store(flat)
+
+    monkeypatch.setattr(Flat, "write_back", refuse)
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.send(ones(21), 1, 1)
+            comm.send(ones(20), 1, 2)
+            return
+        time.sleep(0.2)  # the announcement is here before the receive
+        with pytest.raises(ValueError, match="no place"):
+            comm.recv(ones(21), 0, 1)
+        comm.recv(ones(20), 0, 2)
+
+    run_world(2, body)
+
+
+def test_interrupts_leave_the_communicator_usable_or_broken_but_never_stuck() -> None:
+    script = Path(__file__).parent / "interrupted.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "interrupts" in done.stdout
 
 
 def test_a_forked_child_is_told_to_make_its_own() -> None:
@@ -264,6 +449,57 @@ def test_a_message_nobody_receives_times_out() -> None:
         comm.barrier()
 
     run_world(2, body)
+
+
+def test_a_timeout_of_one_message_leaves_the_others_alone() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            late = comm.recv(ones(3), 1, 7, async_op=True)
+            with pytest.raises(CollectiveTimeout, match="tag 5"):
+                comm.send(ones(90_000), 1, 5, timeout_s=0.3)
+            comm.barrier()
+            late.wait(5.0)
+            comm.send(ones(2), 1, 8)
+        else:
+            comm.barrier()
+            with pytest.raises(CollectiveTimeout, match="gave up sending"):
+                comm.recv(ones(90_000), 0, 5, timeout_s=5.0)
+            comm.send(ones(3), 0, 7)
+            comm.recv(ones(2), 0, 8)
+
+    run_world(2, body)
+
+
+def test_any_source_waits_for_those_who_are_left() -> None:
+    def body(comm: Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 0:
+            box = ones(2)
+            assert comm.recv(box, None, 1) == 1
+            assert box[0] == 5.0
+        elif comm.rank == 1:
+            time.sleep(0.6)
+            comm.send(5 * ones(2), 0, 1)
+
+    run_world(3, body, transport="zmq")
+
+
+def test_chunks_never_outgrow_a_frame() -> None:
+    def body(comm: Communicator) -> None:
+        for dtype in (np.uint8, np.float64, np.complex128):
+            array = ones(1_500_000, dtype)
+            comm.allreduce(array)
+            comm.broadcast(array)
+            assert np.all(array == 2)
+
+    run_world(2, body, transport="zmq", chunk_bytes=64 << 20)
+
+
+def test_signatures_of_large_worlds_and_unknown_codecs_can_be_told() -> None:
+    parts = wire.Signature("all_gather", "", np.dtype(np.int64), 1000, parts=tuple(range(1000)))
+    assert "parts with checksum" in wire.read_header(parts.pack(1, 2)).describe()
+    other = wire.Signature("allreduce", "sum", np.dtype(np.int64), 10, (10,), codec_id=200)
+    assert "codec number 200" in wire.read_header(other.pack(1, 2)).describe(codec_name)
 
 
 class Damager:

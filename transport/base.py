@@ -44,12 +44,12 @@ class Transport(ABC):
         """True if `send(peer, ...)` would be taken now. Always True for a lost peer, whose frames are dropped."""
 
     @abstractmethod
-    def send(self, peer: int, header: bytes, payload: Any = b"", *, borrow: bool = False) -> None:
+    def send(self, peer: int, header: bytes, payload: Any = b"", *, borrow: bool = False, urgent: bool = False) -> None:
         """Queues one frame; never blocks.
 
         The payload is any C-contiguous buffer. It may go out without a copy, so it must not change while on its way: a
         buffer that the caller gives away (nobody writes to it again) needs nothing more; with `borrow=True` the caller
-        gets it back when `flush` returns True.
+        gets it back when `flush` returns True. One `urgent` frame goes out although the window is full: a last word.
 
         Raises:
             BlockingIOError: the peer's window is full.

@@ -92,8 +92,8 @@ class InprocTransport(Transport):
             raise ValueError(f"rank {peer} cannot send to itself")
         return peer in self._mailbox.lost or self._peers[peer].held.get(self.rank, 0) < self.window
 
-    def send(self, peer: int, header: bytes, payload: Any = b"", *, borrow: bool = False) -> None:
-        if not self.can_send(peer):
+    def send(self, peer: int, header: bytes, payload: Any = b"", *, borrow: bool = False, urgent: bool = False) -> None:
+        if not urgent and not self.can_send(peer):
             raise BlockingIOError(f"the window of rank {peer} is full: {self.window} frames are not released yet")
         view = memoryview(payload).cast("B").toreadonly()
         if len(header) > self.MAX_HEADER_BYTES or len(view) > self.max_payload_bytes:

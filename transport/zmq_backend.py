@@ -36,7 +36,8 @@ class Inbox:
         self.context.admit(self._domain, security)
         self.socket = self.context.zmq.socket(zmq.PULL)
         self.monitor = Monitor(self.context, self.socket, _CONNECTION_ENDS)
-        self.callers: dict[int, int] = {}  # file descriptor of a connection: the rank that said hello on it
+        self._callers: dict[int, int] = {}  # file descriptor of a connection: the rank that said hello on it
+        self._hung_up: list[int] = []
         self.rejected = 0
         security.set_server(self.socket, self._domain)
         self.socket.set(zmq.RCVHWM, queue_limit(options.window))
@@ -65,14 +66,22 @@ class Inbox:
 
         Call it only when the socket has nothing to read, so that every hello has been heard.
         """
-        ranks = []
-        for _, fd in self.monitor.events():
-            rank = self.callers.pop(fd, None)
+        self._read_monitor()
+        ranks, self._hung_up = self._hung_up, []
+        return ranks
+
+    def greet(self, fd: int, rank: int) -> None:
+        """Notes who said hello on a connection. What ended on the same descriptor before is not this one's end."""
+        self._read_monitor()
+        self._callers[fd] = rank
+
+    def _read_monitor(self) -> None:
+        for event, value in self.monitor.events():
+            rank = self._callers.pop(value, None) if event == zmq.EVENT_DISCONNECTED else None
             if rank is None:
                 self.rejected += 1
             else:
-                ranks.append(rank)
-        return ranks
+                self._hung_up.append(rank)
 
     def bind_ipc(self) -> str:
         endpoint = f"ipc://@squinchcomm-{secrets.token_hex(16)}"
@@ -150,7 +159,13 @@ class ZmqListener(Listener):
         except BaseException:
             inbox.close()
             raise
-        return ZmqTransport(rank, [address.host for address in group], inbox, links, self._own, self._options)
+        try:
+            return ZmqTransport(rank, [address.host for address in group], inbox, links, self._own, self._options)
+        except BaseException:
+            for link in links:
+                link.close(0)
+            inbox.close()
+            raise
 
     def close(self) -> None:
         self._free()

@@ -176,9 +176,11 @@ def connect_links(
         PeerLost: one refused us, or did not answer in time; no link is left open.
     """
     deadline = time.monotonic() + timeout_s
-    dialers = [Dialer(context, target, security, options, rank) for target in targets]
+    dialers: list[Dialer] = []
     links: dict[int, PeerLink] = {}
     try:
+        for target in targets:
+            dialers.append(Dialer(context, target, security, options, rank))
         while dialers:
             poller = zmq.Poller()
             for dialer in dialers:

@@ -105,15 +105,15 @@ class ZmqTransport(Transport, ForkAware):
         link = self._peer(peer)
         return link.sent - link.acked < self.window or link.lost is not None
 
-    def send(self, peer: int, header: bytes, payload: Any = b"", *, borrow: bool = False) -> None:
+    def send(self, peer: int, header: bytes, payload: Any = b"", *, borrow: bool = False, urgent: bool = False) -> None:
         link = self._peer(peer)
         size = len(payload) if type(payload) is bytes else memoryview(payload).nbytes
         header_bytes = len(header)
-        if header_bytes > 4096 or size > self.max_payload_bytes:
+        if header_bytes > self.MAX_HEADER_BYTES or size > self.max_payload_bytes:
             raise ValueError(f"header of {header_bytes} bytes or payload of {size} bytes is too large")
         if link.lost is not None:
             return
-        if link.sent - link.acked >= self.window:
+        if link.sent - link.acked >= self.window + urgent:
             raise BlockingIOError(f"the window of rank {peer} is full: {self.window} frames are not released yet")
         link.sent += 1
         link.reported = link.released
@@ -207,12 +207,12 @@ class ZmqTransport(Transport, ForkAware):
         end = _PREFIX_BYTES + header_bytes
         if kind == _WHOLE:
             # Not worth asking whether more parts follow: they would be read, and judged, as messages of their own.
-            if end > len(part) or header_bytes > 4096:
+            if end > len(part) or header_bytes > self.MAX_HEADER_BYTES:
                 raise self._violation(link, f"a frame of {len(part)} bytes with a header of {header_bytes}")
             payload = memoryview(part)[end:]
             size = len(part)
         elif kind == _SPLIT:
-            if end != len(part) or header_bytes > 4096 or not self._inbox.socket.get(zmq.RCVMORE):
+            if end != len(part) or header_bytes > self.MAX_HEADER_BYTES or not self._inbox.socket.get(zmq.RCVMORE):
                 raise self._violation(link, f"the first part of a frame has {len(part)} bytes instead of {end}, or is alone")
             tail = self._inbox.socket.recv(zmq.NOBLOCK, copy=False)
             payload = tail.buffer.toreadonly()
@@ -223,7 +223,7 @@ class ZmqTransport(Transport, ForkAware):
             self._accept_bare(link, part, kind)
             return None
         link.received += 1
-        if link.received - link.released > self.window:
+        if link.received - link.released > self.window + 1:  # one may be urgent
             raise self._violation(link, f"it sent more than the {self.window} frames of its window")
         self._received_bytes[peer] += size
         if link.lost is not None and link.lost == _BROKE:
@@ -242,7 +242,7 @@ class ZmqTransport(Transport, ForkAware):
             empty = self._inbox.socket.recv(zmq.NOBLOCK, copy=False)
             if empty.more or len(empty):
                 raise self._violation(link, "a hello with something behind it")
-            self._inbox.callers[int(empty.get(zmq.SRCFD))] = link.rank
+            self._inbox.greet(int(empty.get(zmq.SRCFD)), link.rank)
         else:
             self._news = True  # the window is open again: who waits to send has to know
 

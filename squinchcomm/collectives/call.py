@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, NamedTuple
 
 from squinchcomm.collectives.channel import Channel, Parcel, Piece, Ticket
@@ -104,7 +105,7 @@ class Call:
         if self._pool is None or len(peers) == 1:
             made: Iterable[Parcel | None] = (next(self._making[peer], None) for peer in peers)
         else:
-            made = list(self._pool.map(lambda peer: next(self._making[peer], None), peers))
+            made = self._together([partial(next, self._making[peer], None) for peer in peers])
         for peer, parcel in zip(peers, made, strict=True):
             self.channel.stats.encode_s += time.perf_counter() - started
             if parcel is None:
@@ -120,11 +121,18 @@ class Call:
         if self._pool is None or len(jobs) == 1:
             results: Iterable[Any] = (job.compute() for job in jobs)
         else:
-            results = self._pool.map(lambda job: job.compute(), jobs)
+            results = self._together([job.compute for job in jobs])
         for job, result in zip(jobs, results, strict=True):
             job.finish(result)
         self.channel.stats.decode_s += time.perf_counter() - started
         jobs.clear()
+
+    def _together(self, tasks: list[Callable[[], Any]]) -> list[Any]:
+        """Runs tasks in the pool; when it returns or raises, none of them touches the user's arrays any more."""
+        assert self._pool is not None
+        futures = [self._pool.submit(task) for task in tasks]
+        wait(futures)
+        return [future.result() for future in futures]
 
     def _unsent(self) -> list[int]:
         return [peer for peer in self.others() if self._ready[peer] or peer in self._making]

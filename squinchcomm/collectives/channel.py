@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,9 +37,9 @@ class FailureNote(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     kind: str
     message: str
-    peer: int | None
-    op: str | None
-    sequence: int | None
+    peer: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)] | None
+    op: Annotated[str, msgspec.Meta(max_length=100)] | None
+    sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None
 
 
 class Parcel(NamedTuple):
@@ -111,12 +111,12 @@ class Channel:
         # Frames of calls that this rank has not reached yet, held unreleased: the window bounds them.
         self._early: dict[int, deque[tuple[Frame, np.ndarray]]] = {}
 
-    def send(self, ticket: Ticket, peer: int, parcel: Parcel) -> None:
-        """Queues one frame; the caller has seen that `transport.can_send(peer)`."""
+    def send(self, ticket: Ticket, peer: int, parcel: Parcel, *, urgent: bool = False) -> None:
+        """Queues one frame; the caller has seen that `transport.can_send(peer)`, or it is an urgent one."""
         phase, chunk, payload, nbytes, crc, borrow = parcel
         header = wire.frame_header(ticket.head, self._sent[peer], phase, chunk, nbytes, crc)
+        self.transport.send(peer, header, payload, borrow=borrow, urgent=urgent)
         self._sent[peer] += 1
-        self.transport.send(peer, header, payload, borrow=borrow)
         self.stats.sent_wire_bytes += nbytes + wire.HEADER_BYTES
 
     def receive(self, ticket: Ticket, waiting: dict[int, int], unsent: Collection[int] = (), *, block: bool) -> Piece | None:
@@ -131,6 +131,7 @@ class Channel:
         Raises:
             SquinchError: of the kind that fits; the caller passes it to `fail`.
         """
+        self.check_end(ticket, waiting or unsent)
         for peer in self._early:
             if waiting.get(peer):
                 return self._judge(ticket, waiting, *self._pop_early(peer))
@@ -200,7 +201,7 @@ class Channel:
         mine = wire.read_header(ticket.head)
         raise self._error(
             MismatchError,
-            f"ranks made different calls: rank {self.rank} {mine.describe(_codec_name)}; rank {peer} {theirs.describe(_codec_name)}",
+            f"ranks made different calls: rank {self.rank} {mine.describe(codec_name)}; rank {peer} {theirs.describe(codec_name)}",
             ticket,
             peer,
         )
@@ -221,11 +222,15 @@ class Channel:
         )
 
     def _check_wait(self, ticket: Ticket, peers: Collection[int], lost: Mapping[int, str]) -> None:
-        if self.abort_reason is not None:
-            raise self._error(CommunicatorAborted, f"aborted: {self.abort_reason}", ticket)
         for peer in lost:
             if peer in peers:
                 raise self._error(PeerLost, f"rank {peer} was lost: {lost[peer]}", ticket, peer)
+        self.check_end(ticket, peers)
+
+    def check_end(self, ticket: Ticket, peers: Collection[int]) -> None:
+        """Raises if the call was aborted or its deadline has passed; `peers` are those to blame."""
+        if self.abort_reason is not None:
+            raise self._error(CommunicatorAborted, f"aborted: {self.abort_reason}", ticket)
         if time.monotonic() >= ticket.deadline:
             names = ", ".join(map(str, sorted(peers)))
             raise self._error(
@@ -265,10 +270,16 @@ class Channel:
         parcel = make_parcel(0, 0, msgspec.msgpack.encode(note))
         ticket = Ticket(_ERROR_SIGNATURE, self.epoch, error.sequence or 0, 0.0)
         for peer in range(self.world_size):
-            if peer != self.rank and peer not in self.transport.lost and self.transport.can_send(peer):
-                self.send(ticket, peer, parcel)
+            if peer != self.rank and peer not in self.transport.lost:
+                self.send(ticket, peer, parcel, urgent=True)
         self._early.clear()
-        log.warning("rank %d: %s: %s", self.rank, kind, error)
+        log.log(
+            logging.INFO if isinstance(error, CommunicatorAborted) else logging.WARNING,
+            "rank %d: %s: %s",
+            self.rank,
+            kind,
+            error,
+        )
 
     def abort(self, reason: str) -> None:
         """Makes the call in progress, and all later ones, raise CommunicatorAborted. Any thread; idempotent."""
@@ -286,10 +297,11 @@ class Channel:
         )
 
 
-def _codec_name(wire_id: int) -> str:
+def codec_name(wire_id: int) -> str:
+    """The codec's name for messages, also if nobody here knows it."""
     from squinchcomm.kernels import codec_by_wire_id
 
     try:
         return codec_by_wire_id(wire_id).name
-    except KeyError:
+    except WireFormatError:
         return f"number {wire_id}"

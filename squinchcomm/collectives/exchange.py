@@ -42,6 +42,7 @@ class Exchange:
         self._combined: set[int] = set()
         self._gathered: set[tuple[int, int]] = set()
         self._result: np.ndarray | None = None
+        self._sum: np.ndarray | None = None
         self._gather_to: list[int] = []
 
     def allreduce(self) -> None:
@@ -51,17 +52,14 @@ class Exchange:
         self._scatter()
 
     def reduce(self, root: int) -> None:
-        """As `allreduce` on `root`; other ranks' arrays stay as they are, but for their own shard, which is given back."""
-        rank = self.call.rank
-        start, stop = self.plan.bounds[rank], self.plan.bounds[rank + 1]
-        if rank == root:
+        """As `allreduce` on `root`; other ranks' arrays are only read."""
+        if self.call.rank == root:
             self._expect_gather(range(self.call.world_size))
-            self._scatter()
         else:
             self._gather_to = [root]
-            kept = self.whole[start:stop].copy()
-            self._scatter()
-            self.whole[start:stop] = kept
+            bounds = self.plan.bounds[self.call.rank : self.call.rank + 2]
+            self._sum = self.whole[bounds[0] : bounds[1]].copy()
+        self._scatter()
 
     def reduce_scatter(self, output: np.ndarray) -> None:
         """`output` becomes this rank's shard of the reduction; `whole` is only read."""
@@ -146,8 +144,10 @@ class Exchange:
             base = self.plan.bounds[rank]
             coder.combine_into(inputs, self._result[start - base : stop - base])
             return None
-        payload = coder.combine(inputs, own, self._key(GATHER, chunk))
-        coder.settle(payload, own)
+        base = self.plan.bounds[rank]
+        total = own if self._sum is None else self._sum[start - base : stop - base]
+        payload = coder.combine(inputs, total, self._key(GATHER, chunk))
+        coder.settle(payload, total)
         return make_parcel(GATHER, chunk, payload, coder.borrow)
 
     def _combined_chunk(self, parcel: Parcel | None, row: dict[int, Piece]) -> None:

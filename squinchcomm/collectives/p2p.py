@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -37,6 +38,8 @@ from squinchcomm.transport.base import Frame, Transport
 from squinchcomm.work import Work
 
 INLINE_BYTES = 4 << 10
+MAX_ANNOUNCED = 1 << 14  # messages that wait for a receive, from all peers: 64 MiB at most
+_GIVEN_UP = "gave up sending after its timeout"
 _SLICE_S = 0.25
 
 
@@ -47,14 +50,14 @@ class Announcement(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     tag: int
     dtype: int
     count: int
-    data: bytes | None
+    data: Annotated[bytes, msgspec.Meta(max_length=INLINE_BYTES)] | None
 
 
 class Answer(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Receiver's answer: go on, or, with a reason, do not."""
 
     number: int
-    refusal: str | None
+    refusal: Annotated[str, msgspec.Meta(max_length=1000)] | None
 
 
 @dataclass(slots=True)
@@ -89,6 +92,9 @@ class PointToPoint:
         self._receiving: dict[tuple[int, int], Message] = {}
         self._wanted: list[Message] = []
         self._announced: list[tuple[int, Announcement]] = []
+        # Messages that this side gave up while the other may still answer or send.
+        self._abandoned_sends: set[tuple[int, int]] = set()
+        self._abandoned_receives: set[tuple[int, int]] = set()
         self._control: dict[int, deque[tuple[int, bytes]]] = {}
         self._next_number = 0
         self._indices = {"out": [0] * transport.world_size, "in": [0] * transport.world_size}
@@ -99,7 +105,7 @@ class PointToPoint:
         """Starts a message; its Work finishes when its array may be used again."""
         with self._lock:
             if self._stop is not None:
-                raise type(self._stop)(str(self._stop), rank=self._transport.rank, op=message.work.op)
+                raise CommunicatorAborted(f"{message.work.op} not started: {self._stop}", rank=self._transport.rank)
             self._posted.append(message)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="squinchcomm-p2p", daemon=True)
@@ -107,45 +113,46 @@ class PointToPoint:
             self._lock.notify_all()
         self._transport.wake()
 
-    def stop(self, reason: SquinchError) -> None:
-        """Ends everything pending with `reason`. Any thread; idempotent."""
+    def stop(self, reason: SquinchError) -> bool:
+        """Ends everything pending with `reason`; False if that does not end. Any thread; idempotent."""
         with self._lock:
             self._stop = self._stop or reason
             self._lock.notify_all()
         self._transport.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(2.0)
+            self._thread.join(5.0)
+            return not self._thread.is_alive()
+        return True
 
     def _pending(self) -> list[Message]:
         return [*self._sending.values(), *self._receiving.values(), *self._wanted]
 
     def _loop(self) -> None:
-        while True:
+        stop = None
+        while stop is None:
             with self._lock:
                 self._lock.wait_for(lambda: self._posted or self._stop or self._control or self._pending())
                 posted, self._posted = self._posted, []
                 stop = self._stop
-            for message in posted:
-                self._start(message)
-            if stop is not None:
-                self._send_some()  # answers already given: their senders must not lose what was received
-                self._end_all(stop)
-                return
             try:
-                self._progress()
-            except SquinchError as error:
+                while posted:
+                    self._start(posted[0])
+                    del posted[0]
+                if stop is None:
+                    self._progress()
+                else:
+                    self._send_some()  # answers already given: their senders must not lose what was received
+            except Exception as error:  # also a fault of ours must not leave callers waiting
+                if not isinstance(error, SquinchError):
+                    error = CommunicatorAborted(f"point-to-point failed: {error!r}", rank=self._transport.rank)
                 with self._lock:
-                    self._stop = self._stop or error
-            except Exception as error:  # a fault of ours must not leave callers waiting
-                with self._lock:
-                    self._stop = self._stop or CommunicatorAborted(
-                        f"point-to-point failed: {error!r}", rank=self._transport.rank
-                    )
+                    self._posted = posted + self._posted
+                    self._stop = stop = self._stop or error
+        self._end_all(stop)
 
     def _start(self, message: Message) -> None:
         if not message.outgoing:
-            self._wanted.append(message)
-            self._match()
+            self._want(message)
             return
         assert message.peer is not None
         message.number = self._next_number
@@ -192,8 +199,8 @@ class PointToPoint:
         out = self._indices["out"]
         crc = wire.payload_crc(payload)
         header = wire.frame_header(self._heads[kind], out[peer], 0, number % wire.MAX_CHUNK, nbytes, crc)
-        out[peer] += 1
         self._transport.send(peer, header, payload)
+        out[peer] += 1
         self._stats.sent_wire_bytes += nbytes + wire.HEADER_BYTES
 
     def _take(self, frame: Frame) -> None:
@@ -210,8 +217,7 @@ class PointToPoint:
             if kind == wire.DATA:
                 self._take_data(peer, wire.frame_part(frame.header)[1], payload)
             elif kind == wire.ANNOUNCE:
-                self._announced.append((peer, msgspec.msgpack.decode(payload.tobytes(), type=Announcement)))
-                self._match()
+                self._take_announcement(peer, msgspec.msgpack.decode(payload.tobytes(), type=Announcement))
             else:
                 self._take_answer(peer, msgspec.msgpack.decode(payload.tobytes(), type=Answer))
         except msgspec.MsgspecError as error:
@@ -220,6 +226,8 @@ class PointToPoint:
             frame.release()
 
     def _take_data(self, peer: int, number: int, payload: np.ndarray) -> None:
+        if (peer, number) in self._abandoned_receives:
+            return
         message = self._receiving.get((peer, number))
         if message is None or message.moved + payload.size > message.data.size:
             raise self._error(WireFormatError, f"rank {peer} sent data that was not asked for", peer)
@@ -230,30 +238,54 @@ class PointToPoint:
             self._finish(self._receiving, (peer, number), source=peer)
 
     def _take_answer(self, peer: int, answer: Answer) -> None:
-        message = self._sending.get((peer, answer.number))
+        key = (peer, answer.number)
+        if key in self._abandoned_sends:
+            if answer.refusal is None:
+                self._tell(peer, wire.REFUSE, Answer(answer.number, _GIVEN_UP))
+            return
+        if answer.refusal == _GIVEN_UP:
+            self._sender_gave_up(peer, answer.number)
+            return
+        message = self._sending.get(key)
         if message is None:
             raise self._error(WireFormatError, f"rank {peer} answered a message that was not sent", peer)
         if answer.refusal is not None:
-            self._finish(self._sending, (peer, answer.number), self._error(MismatchError, answer.refusal, peer, message))
+            self._finish(self._sending, key, self._error(MismatchError, answer.refusal, peer, message))
         elif message.ready or message.data.size <= INLINE_BYTES:
-            self._finish(self._sending, (peer, answer.number))
+            self._finish(self._sending, key)
         else:
             message.ready = True
 
-    def _match(self) -> None:
-        """Pairs announcements, oldest first, with the oldest receive that wants them."""
-        left = []
-        for peer, note in self._announced:
-            wanted = next((m for m in self._wanted if m.peer in (None, peer) and m.tag == note.tag), None)
-            if wanted is None:
-                left.append((peer, note))
-                continue
+    def _sender_gave_up(self, peer: int, number: int) -> None:
+        key = (peer, number % wire.MAX_CHUNK)
+        message = self._receiving.get(key)
+        if message is not None:
+            self._finish(self._receiving, key, self._error(CollectiveTimeout, f"rank {peer} {_GIVEN_UP}", peer, message))
+
+    def _take_announcement(self, peer: int, note: Announcement) -> None:
+        """Gives an announcement to the oldest receive that wants it, or keeps it."""
+        wanted = next((m for m in self._wanted if m.peer in (None, peer) and m.tag == note.tag), None)
+        if wanted is not None:
             self._wanted.remove(wanted)
             self._accept(peer, note, wanted)
-        self._announced = left
+            return
+        if len(self._announced) >= MAX_ANNOUNCED:
+            raise self._error(WireFormatError, f"{MAX_ANNOUNCED} messages wait here and nobody receives them", peer)
+        self._announced.append((peer, note))
+
+    def _want(self, message: Message) -> None:
+        """Gives a receive the oldest announcement that fits, or keeps it."""
+        for index, (peer, note) in enumerate(self._announced):
+            if message.peer in (None, peer) and message.tag == note.tag:
+                del self._announced[index]
+                self._accept(peer, note, message)
+                return
+        self._wanted.append(message)
 
     def _accept(self, peer: int, note: Announcement, message: Message) -> None:
         key = (peer, note.number % wire.MAX_CHUNK)
+        if key in self._receiving:
+            raise self._error(WireFormatError, f"rank {peer} announced message {note.number} twice", peer)
         self._receiving[key] = message
         message.peer = peer
         message.number = note.number
@@ -279,18 +311,29 @@ class PointToPoint:
         now = time.monotonic()
         if not lost and not any(message.deadline <= now for message in self._pending()):
             return
-        for table in (self._sending, self._receiving):
+        for table, abandoned in (
+            (self._sending, self._abandoned_sends),
+            (self._receiving, self._abandoned_receives),
+        ):
             for key, message in list(table.items()):
                 if key[0] in lost:
                     self._finish(table, key, self._lost(key[0], message))
                 elif message.deadline <= now:
-                    # Its memory may still be on the way to or from the peer: the two sides no longer agree.
-                    raise self._timed_out(message)
+                    if message.outgoing and message.ready:
+                        raise self._timed_out(message)  # its memory is on the way: only an end of everything frees it
+                    abandoned.add(key)
+                    self._finish(table, key, self._timed_out(message))
         for message in list(self._wanted):
-            gone = message.peer if message.peer is not None else next(iter(lost), None)
-            if gone in lost or message.deadline <= now:
+            gone = self._nobody_left(message, lost)
+            if gone is not None or message.deadline <= now:
                 self._wanted.remove(message)
-                message.work.finish(self._lost(gone, message) if gone in lost else self._timed_out(message))
+                message.work.finish(self._timed_out(message) if gone is None else self._lost(gone, message))
+
+    def _nobody_left(self, message: Message, lost: dict[int, str]) -> int | None:
+        """A lost rank that this receive waits for in vain; for any source, only when all others are lost."""
+        if message.peer is not None:
+            return message.peer if message.peer in lost else None
+        return next(iter(lost)) if len(lost) == self._transport.world_size - 1 else None
 
     def _lost(self, peer: int | None, message: Message) -> SquinchError:
         assert peer is not None
@@ -315,11 +358,16 @@ class PointToPoint:
     ) -> None:
         message = table.pop(key)
         if error is None and message.arrived is not None:
-            message.arrived()
+            try:
+                message.arrived()
+            except Exception as caught:
+                error = caught
         message.work.finish(error, source)
 
     def _end_all(self, reason: SquinchError) -> None:
-        for message in self._pending():
+        with self._lock:
+            posted, self._posted = self._posted, []
+        for message in (*self._pending(), *posted):
             message.work.finish(reason)
         self._sending.clear()
         self._receiving.clear()

@@ -8,10 +8,10 @@ Layout, little-endian, 60 bytes:
 | 4 | wire version |
 | 5 | kind: data, error, announce, clear, refuse |
 | 6..10 | operation, reduction, dtype, codec, codec version |
-| 11 | number of dimensions |
+| 11 | number of dimensions, 0 if the shape does not matter |
 | 12..15 | root rank, or tag |
 | 16..19 | epoch of the communicator |
-| 20..23 | CRC32C of the shape |
+| 20..23 | CRC32C of the shape, or of the sizes of the ranks' parts |
 | 24..31 | sequence number |
 | 32..39 | elements in the whole array |
 | 40..43 | index of this frame among all between the two ranks |
@@ -49,7 +49,6 @@ OPS = (
     "scatter",
     "all_to_all",
     "send",
-    "split",
 )
 REDUCTIONS = ("", "sum", "avg", "min", "max", "product")
 DTYPES = tuple(
@@ -77,8 +76,8 @@ class Signature:
     dtype: np.dtype | None = None
     count: int = 0
     shape: tuple[int, ...] | None = None
+    parts: tuple[int, ...] | None = None  # elements of each rank's part, in calls that cut the array
     root: int = 0
-    codec: str = "none"
     codec_id: int = 0
     codec_version: int = 1
     kind: int = DATA
@@ -94,10 +93,10 @@ class Signature:
             255 if self.dtype is None else DTYPE_CODES[self.dtype],
             self.codec_id,
             self.codec_version,
-            0 if self.shape is None else len(self.shape),
+            0 if self.shape is None else min(len(self.shape), 255),
             self.root,
             epoch,
-            0 if self.shape is None else google_crc32c.value(repr(self.shape).encode()),
+            0 if self.shape is None and self.parts is None else google_crc32c.value(repr((self.shape, self.parts)).encode()),
             sequence,
             self.count,
         )
@@ -133,6 +132,8 @@ class Header:
             parts.append(f"{self.count} elements")
         if self.ndim:
             parts.append(f"{self.ndim}-d shape with checksum {self.shape_crc:08x}")
+        elif self.shape_crc:
+            parts.append(f"parts with checksum {self.shape_crc:08x}")
         op = _name(OPS, self.op)
         if op in ("broadcast", "reduce", "gather", "scatter"):
             parts.append(f"root {self.root}")

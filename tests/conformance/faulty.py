@@ -54,8 +54,8 @@ class FaultyTransport(Transport):
     def can_send(self, peer: int) -> bool:
         return self._inner.can_send(peer)
 
-    def send(self, peer: int, header: bytes, payload: Any = b"", *, borrow: bool = False) -> None:
-        self._inner.send(peer, header, payload, borrow=borrow)
+    def send(self, peer: int, header: bytes, payload: Any = b"", *, borrow: bool = False, urgent: bool = False) -> None:
+        self._inner.send(peer, header, payload, borrow=borrow, urgent=urgent)
 
     def flush(self, timeout_s: float) -> bool:
         return self._inner.flush(timeout_s)

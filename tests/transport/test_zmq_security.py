@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -134,6 +135,27 @@ def test_many_strangers_do_not_stop_the_group():
         assert not a.lost
 
 
+def test_strangers_who_came_before_the_group_are_not_taken_for_its_ranks():
+    listeners = [get_backend("zmq", TransportOptions(**{**PLAIN, "scheme": "tcp"})).listen() for _ in range(2)]
+    host, _, port = decode_address(listeners[0].address, 0).tcp.removeprefix("tcp://").rpartition(":")
+    strangers = [socket.create_connection((host, int(port))) for _ in range(8)]
+    time.sleep(0.1)
+    for stranger in strangers:
+        stranger.close()
+    time.sleep(0.1)  # their descriptors are free now: the ranks' connections get the same numbers
+    addresses = [listener.address for listener in listeners]
+    with ThreadPoolExecutor(2) as pool:
+        a, b = pool.map(lambda rank: listeners[rank].connect(rank, addresses, 5.0), range(2))
+    for _ in range(8):
+        assert a.recv(0.1) is None
+        assert b.recv(0.1) is None
+    assert not a.lost
+    assert not b.lost
+    assert a.rejected_peers == 8
+    a.close()
+    b.close()
+
+
 @pytest.mark.parametrize("theirs", [{**PLAIN, "job_token": "wrong"}, {**CURVE, "key": generate_key()}], ids=["token", "key"])
 def test_rank_with_another_secret_is_refused_by_name(theirs):
     ours = CURVE if "key" in theirs else PLAIN
@@ -206,7 +228,7 @@ def test_nonsense_of_an_authenticated_peer_is_an_error(case):
 
 def test_more_frames_than_the_window_are_an_error():
     with besieged(**PLAIN, window=4) as (a, _, endpoint, session), insider(a, endpoint) as push:
-        for _ in range(5):
+        for _ in range(6):
             push.send(PREFIX.pack(session, 1, 0, 0, 0))
         with pytest.raises(WireFormatError, match="window"):
             checks.receive(a, 5)
