@@ -231,7 +231,7 @@ def test_more_frames_than_the_window_are_an_error():
         for _ in range(6):
             push.send(PREFIX.pack(session, 1, 0, 0, 0))
         with pytest.raises(WireFormatError, match="window"):
-            checks.receive(a, 5)
+            checks.receive(a, 6)
 
 
 def test_message_beyond_the_limit_is_never_taken_in():
