@@ -85,22 +85,25 @@ class Call:
         """At most one parcel a peer, so that arrivals are looked at between encodes."""
         if not (self._queued or self._making):
             return False
-        can_send = self.channel.transport.can_send
+        transport = self.channel.transport
+        lost = transport.lost
         sent = False
         makers = []
         for peer in self.others():
             if self._ready[peer]:
-                if can_send(peer):
+                # What is due to a lost peer stays unsent: the wait for it first hears the peer's last words, then fails.
+                if peer not in lost and transport.can_send(peer):
                     self._queued -= 1
                     self.channel.send(self.ticket, peer, self._ready[peer].popleft())
                     sent = True
-            elif peer in self._making and can_send(peer):
+            elif peer in self._making and transport.can_send(peer):
                 makers.append(peer)
         if makers:
             self._make_and_send(makers)
         return sent or bool(makers)
 
     def _make_and_send(self, peers: list[int]) -> None:
+        lost = self.channel.transport.lost
         started = time.perf_counter()
         if self._pool is None or len(peers) == 1:
             made: Iterable[Parcel | None] = (next(self._making[peer], None) for peer in peers)
@@ -110,6 +113,8 @@ class Call:
             self.channel.stats.encode_s += time.perf_counter() - started
             if parcel is None:
                 del self._making[peer]
+            elif peer in lost:
+                self.post(peer, parcel)
             else:
                 self._borrowed |= parcel.borrow
                 self.channel.send(self.ticket, peer, parcel)

@@ -177,6 +177,8 @@ class Channel:
             raise self._error(WireFormatError, f"a frame from rank {peer} is damaged: {fault}", ticket, peer)
         self._received[peer] += 1
         self.stats.received_wire_bytes += payload.size + wire.HEADER_BYTES
+        if frame.header[wire.KIND_BYTE] == wire.ERROR:  # also from a peer that this call does not wait for
+            raise self._told(ticket, peer, payload)
         return payload
 
     def _judge(self, ticket: Ticket, waiting: dict[int, int], frame: Frame, payload: np.ndarray) -> Piece | None:
@@ -193,8 +195,6 @@ class Channel:
             raise self._error(
                 WireFormatError, f"rank {peer} sent a frame of epoch {theirs.epoch:08x}, not {self.epoch:08x}", ticket, peer
             )
-        if theirs.kind == wire.ERROR:
-            raise self._told(ticket, peer, payload)
         if theirs.sequence > ticket.sequence and not waiting.get(peer):
             self._early.setdefault(peer, deque()).appendleft((frame, payload))
             return None

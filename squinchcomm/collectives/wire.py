@@ -65,6 +65,7 @@ _CRC = struct.Struct("<I")
 SIGNATURE_BYTES = _SIGNATURE.size
 HEADER_BYTES = SIGNATURE_BYTES + _TAIL.size + _CRC.size
 MAX_CHUNK = 1 << 28
+KIND_BYTE = 5
 
 
 @dataclass(frozen=True, slots=True)
