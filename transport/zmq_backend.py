@@ -23,7 +23,7 @@ from .zmq_link import HANDSHAKE_MS, Monitor, Target, connect_links, queue_limit
 from .zmq_transport import ZmqTransport, max_message_bytes
 
 _FILES_PER_PEER = 7
-_CONNECTION_ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPT_FAILED
+_CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPT_FAILED
 
 
 class Inbox:
@@ -35,8 +35,9 @@ class Inbox:
         self._domain = secrets.token_hex(8)
         self.context.admit(self._domain, security)
         self.socket = self.context.zmq.socket(zmq.PULL)
-        self.monitor = Monitor(self.context, self.socket, _CONNECTION_ENDS)
+        self.monitor = Monitor(self.context, self.socket, _CONNECTIONS)
         self._callers: dict[int, int] = {}  # file descriptor of a connection: the rank that said hello on it
+        self._accepted: set[int] = set()  # descriptors of the connections that stand
         self._hung_up: list[int] = []
         self.rejected = 0
         security.set_server(self.socket, self._domain)
@@ -71,13 +72,22 @@ class Inbox:
         return ranks
 
     def greet(self, fd: int, rank: int) -> None:
-        """Notes who said hello on a connection. What ended on the same descriptor before is not this one's end."""
+        """Notes who said hello on a connection. What ended on the same descriptor before it was accepted is not its end."""
         self._read_monitor()
-        self._callers[fd] = rank
+        if fd in self._accepted:
+            self._callers[fd] = rank
+        else:  # it has ended already
+            self._hung_up.append(rank)
 
     def _read_monitor(self) -> None:
         for event, value in self.monitor.events():
-            rank = self._callers.pop(value, None) if event == zmq.EVENT_DISCONNECTED else None
+            if event == zmq.EVENT_ACCEPTED:
+                self._accepted.add(value)
+                continue
+            rank = None
+            if event == zmq.EVENT_DISCONNECTED:
+                self._accepted.discard(value)
+                rank = self._callers.pop(value, None)
             if rank is None:
                 self.rejected += 1
             else:
