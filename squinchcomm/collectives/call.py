@@ -35,6 +35,7 @@ class Call:
         self.rank = channel.rank
         self.world_size = channel.world_size
         self.waiting: dict[int, int] = {}
+        self._others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         self._ready: list[deque[Parcel]] = [deque() for _ in range(self.world_size)]
         self._making: dict[int, Iterator[Parcel]] = {}
         self._queued = 0
@@ -42,7 +43,7 @@ class Call:
 
     def others(self) -> list[int]:
         """All other ranks, starting after this one, so that not everybody sends to rank 0 first."""
-        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        return self._others
 
     def post(self, peer: int, parcel: Parcel) -> None:
         """Queues a parcel for `peer`."""

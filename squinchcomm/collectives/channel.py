@@ -81,11 +81,10 @@ class Ticket:
         timeout_s: What the deadline was made from.
     """
 
-    __slots__ = ("deadline", "head", "op", "sequence", "signature", "timeout_s")
+    __slots__ = ("deadline", "head", "op", "sequence", "timeout_s")
 
     def __init__(self, signature: Signature, epoch: int, sequence: int, timeout_s: float) -> None:
         self.op = signature.op
-        self.signature = signature
         self.sequence = sequence
         self.head = signature.pack(epoch, sequence)
         self.timeout_s = timeout_s

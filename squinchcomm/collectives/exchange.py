@@ -48,13 +48,13 @@ class Exchange:
     def allreduce(self) -> None:
         """`whole` becomes the reduction over all ranks."""
         self._gather_to = self.call.others()
-        self._expect_gather(range(self.call.world_size))
+        self._expect_gather()
         self._scatter()
 
     def reduce(self, root: int) -> None:
         """As `allreduce` on `root`; other ranks' arrays are only read."""
         if self.call.rank == root:
-            self._expect_gather(range(self.call.world_size))
+            self._expect_gather()
         else:
             self._gather_to = [root]
             bounds = self.plan.bounds[self.call.rank : self.call.rank + 2]
@@ -69,7 +69,7 @@ class Exchange:
     def all_gather(self, own: np.ndarray) -> None:
         """`whole` becomes the concatenation of all ranks' `own` arrays; equal shards are cut into equal chunks."""
         others = self.call.others()
-        self._expect_gather(range(self.call.world_size))
+        self._expect_gather()
         self.call.make(others[0], self._own_chunks(own, others[1:]))
         self.call.run(self._handle)
 
@@ -86,10 +86,9 @@ class Exchange:
                 self.call.post(peer, parcel)
             yield parcel
 
-    def _expect_gather(self, owners: range) -> None:
-        for peer in owners:
-            if peer != self.call.rank:
-                self.call.expect(peer, self.plan.chunks(peer))
+    def _expect_gather(self) -> None:
+        for peer in self.call.others():
+            self.call.expect(peer, self.plan.chunks(peer))
 
     def _scatter(self) -> None:
         call = self.call
@@ -140,11 +139,10 @@ class Exchange:
         start, stop = self.plan.span(rank, chunk)
         own = self.whole[start:stop]
         inputs = [own if peer == rank else row[peer].payload for peer in range(self.call.world_size)]
+        base = self.plan.bounds[rank]
         if self._result is not None:
-            base = self.plan.bounds[rank]
             coder.combine_into(inputs, self._result[start - base : stop - base])
             return None
-        base = self.plan.bounds[rank]
         total = own if self._sum is None else self._sum[start - base : stop - base]
         payload = coder.combine(inputs, total, self._key(GATHER, chunk))
         coder.settle(payload, total)
