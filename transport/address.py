@@ -12,7 +12,7 @@ import msgspec
 
 from squinchcomm.errors import ConfigError
 
-ADDRESS_VERSION = 1
+ADDRESS_VERSION = 2
 MAX_ADDRESS_BYTES = 1024
 
 _TCP = re.compile(r"tcp://(?:(\d+\.\d+\.\d+\.\d+)|\[([0-9a-fA-F:.]+(?:%[\w.-]+)?)\]):(\d{1,5})")
@@ -31,6 +31,7 @@ class Address(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froze
     max_payload_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
     tcp: Annotated[str, msgspec.Meta(max_length=128)] | None
     ipc: Annotated[str, msgspec.Meta(max_length=128)] | None
+    doorway: Annotated[str, msgspec.Meta(pattern="^squinchcomm-[0-9a-f]{32}$")] | None  # see shared_memory.Doorway
 
     def endpoint_from(self, other: Address) -> str | None:
         """Where `other` should connect to reach this rank, or None if it cannot."""

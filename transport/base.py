@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 
@@ -15,6 +15,7 @@ class Frame(ABC):
     peer: int
     header: bytes
     payload: memoryview  # C-contiguous, format "B", read only; empty if the sender gave none
+    in_place: ClassVar[bool] = False  # the payload lies where its sender wrote it: it never left this machine's memory
 
     @abstractmethod
     def release(self) -> None:
@@ -38,6 +39,15 @@ class Transport(ABC):
     encrypted: bool
     max_payload_bytes: int
     window: int
+    sharing: frozenset[int] = frozenset()  # peers that read what `allocate` gives in place
+
+    def allocate(self, nbytes: int, peers: Collection[int]) -> Any | None:
+        """Memory for one payload if that saves copies on the way to some of these peers, else None.
+
+        It has NumPy's array interface: write to an array over it, send that, to several peers if need be, and forget it. It is
+        free again when nothing refers to it and all have released it. Any thread.
+        """
+        return None
 
     @abstractmethod
     def can_send(self, peer: int) -> bool:

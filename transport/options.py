@@ -31,6 +31,7 @@ class TransportOptions:
             that peers are told, so never a wildcard.
         port_range: First and last TCP port to try; None lets the system choose.
         host: Identity of this host; None derives it. Ranks with equal identities talk over ipc.
+        shared_memory: Payloads to peers reached over ipc are read in place, unless `link_rate` emulates a link.
         window: Frames a peer may have on the way to us before we release one.
         max_payload_bytes: Largest payload of a frame.
         peer_timeout_s: Silence after which a peer counts as lost, at least 1 s.
@@ -46,6 +47,7 @@ class TransportOptions:
     bind: str = "127.0.0.1"
     port_range: tuple[int, int] | None = None
     host: str | None = None
+    shared_memory: bool = True
     window: int = 32
     max_payload_bytes: int = 4 << 20
     peer_timeout_s: float = 5.0

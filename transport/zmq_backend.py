@@ -6,6 +6,7 @@ import os
 import resource
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 
@@ -18,11 +19,13 @@ from .address import Address, decode_address, encode_address, host_identity
 from .base import Backend, Listener, Transport
 from .options import TransportOptions
 from .security import Security, choose_security
+from .shared_memory import Arena, Doorway, supported
 from .zmq_context import ZmqContext, acquire_context, release_context
-from .zmq_link import HANDSHAKE_MS, Monitor, Target, connect_links, queue_limit
+from .zmq_link import HANDSHAKE_MS, Monitor, PeerLink, Target, connect_links, queue_limit
 from .zmq_transport import ZmqTransport, max_message_bytes
 
 _FILES_PER_PEER = 7
+_MAX_ARENA_BYTES = 1 << 30
 _CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPT_FAILED
 
 
@@ -136,19 +139,23 @@ class ZmqListener(Listener):
         self._options = options
         self._security = choose_security(options, beyond_loopback=beyond)
         self._inbox = Inbox(options, self._security)
-        self._free = weakref.finalize(self, self._inbox.close)
+        session = secrets.randbits(32)
+        shares = supported and options.shared_memory and options.scheme != "tcp" and options.link_rate is None
+        self._doorway = Doorway(session) if shares else None
+        self._free = weakref.finalize(self, _close, self._inbox, self._doorway)
         self._free.atexit = False
         try:
             self._own = Address(
                 version=addresses_.ADDRESS_VERSION,
                 host=options.host if options.host is not None else host_identity(),
                 uid=os.getuid(),
-                session=secrets.randbits(32),
+                session=session,
                 security=self._security.mechanism,
                 window=options.window,
                 max_payload_bytes=options.max_payload_bytes,
                 tcp=self._inbox.bind_tcp(host, options.port_range) if options.scheme != "ipc" else None,
                 ipc=self._inbox.bind_ipc() if options.scheme != "tcp" else None,
+                doorway=self._doorway.name if self._doorway is not None else None,
             )
         except BaseException:
             self._free()
@@ -159,26 +166,44 @@ class ZmqListener(Listener):
         if self._free.detach() is None:
             raise RuntimeError("this listener is closed or already connected")
         inbox = self._inbox
+        links: list[PeerLink] = []
         try:
             _check_open_files(len(addresses) - 1)
             group = [decode_address(blob, peer) for peer, blob in enumerate(addresses)]
             targets = [self._target(peer, address) for peer, address in enumerate(group) if peer != rank]
             if group[rank] != self._own:
                 raise ConfigError(f"rank {rank} listens elsewhere than at addresses[{rank}]")
+            deadline = time.monotonic() + timeout_s
             links = connect_links(inbox.context, rank, targets, self._security, self._options, timeout_s)
-        except BaseException:
-            inbox.close()
-            raise
-        try:
-            return ZmqTransport(rank, [address.host for address in group], inbox, links, self._own, self._options)
+            arena = self._share_memory(rank, group, links, deadline - time.monotonic())
+            return ZmqTransport(rank, [address.host for address in group], inbox, links, self._own, self._options, arena)
         except BaseException:
             for link in links:
                 link.close(0)
             inbox.close()
             raise
+        finally:
+            if self._doorway is not None:
+                self._doorway.close()
 
     def close(self) -> None:
         self._free()
+
+    def _share_memory(self, rank: int, group: Sequence[Address], links: Sequence[PeerLink], timeout_s: float) -> Arena | None:
+        """Maps the memory of the peers that ipc reaches, and they ours; None if there is none."""
+        peers = {
+            link.rank: (doorway, link.session)
+            for link in links
+            if (doorway := group[link.rank].doorway) is not None and group[link.rank].endpoint_from(self._own) == group[link.rank].ipc
+        }
+        if self._doorway is None or not peers:
+            return None
+        capacity = min(_MAX_ARENA_BYTES, len(peers) * (self._options.window + 1) * self._options.max_payload_bytes)
+        arena = Arena(capacity)
+        memory = self._doorway.exchange(arena, rank, peers, timeout_s)
+        for link in links:
+            link.memory = memory.get(link.rank)
+        return arena
 
     def _target(self, peer: int, address: Address) -> Target:
         own = self._own
@@ -209,6 +234,12 @@ class ZmqBackend(Backend):
 
     def listen(self) -> Listener:
         return ZmqListener(self._options)
+
+
+def _close(inbox: Inbox, doorway: Doorway | None) -> None:
+    inbox.close()
+    if doorway is not None:
+        doorway.close()
 
 
 def _check_open_files(peers: int) -> None:

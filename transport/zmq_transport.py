@@ -6,7 +6,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -20,16 +20,19 @@ from .address import Address
 from .base import Frame, Transport
 from .options import TransportOptions
 from .pacer import Pacer, acquire_pacer, release_pacer
+from .shared_memory import Arena, Slot
 from .zmq_context import ForkAware, watch_fork
 from .zmq_link import PeerLink
 
 if TYPE_CHECKING:
     from .zmq_backend import Inbox
 
-# Every message starts with: receiver's session, sender's rank, frames of yours that I released, header bytes, kind.
-_PREFIX = struct.Struct("<IIQHBx")
+# Every message starts with: receiver's session, sender's rank, frames of yours that I released, those in your memory that I
+# finished without a gap, header bytes, kind.
+_PREFIX = struct.Struct("<IIQIHBx")
 _PREFIX_BYTES = _PREFIX.size
-_WHOLE, _SPLIT, _CREDIT, _GOODBYE, _HELLO = range(5)
+_WHOLE, _SPLIT, _IN_PLACE, _CREDIT, _GOODBYE, _HELLO = range(6)
+_SPAN = struct.Struct("<QQ")  # where in its sender's memory the payload of an _IN_PLACE message lies, and its size
 
 _JOIN_BELOW = 32 << 10  # smaller payloads travel in one part with their header
 _SLICE_S = 0.05  # how long a wait sleeps before it looks after lost peers
@@ -57,13 +60,40 @@ class ZmqFrame(Frame):
             self._transport.report(link)
 
 
+class InPlaceFrame(ZmqFrame):
+    """A frame whose payload lies in its sender's memory."""
+
+    __slots__ = ("_released",)
+    in_place = True
+
+    def __init__(self, transport: ZmqTransport, link: PeerLink, header: bytes, payload: memoryview) -> None:
+        super().__init__(transport, link, header, payload)
+        self._released = False
+        link.reading.append(self)
+
+    def release(self) -> None:
+        self._released = True
+        link = self._link
+        while link.reading and link.reading[0]._released:
+            link.reading.popleft()
+            link.finished = link.finished + 1 & 0xFFFFFFFF
+        super().release()
+
+
 class ZmqTransport(Transport, ForkAware):
     """One bound PULL socket that all peers send to, one PUSH socket to each peer."""
 
     name = "zmq"
 
     def __init__(
-        self, rank: int, hosts: Sequence[str], inbox: Inbox, links: Sequence[PeerLink], own: Address, options: TransportOptions
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        inbox: Inbox,
+        links: Sequence[PeerLink],
+        own: Address,
+        options: TransportOptions,
+        arena: Arena | None,
     ) -> None:
         self.rank = rank
         self.world_size = len(hosts)
@@ -77,6 +107,8 @@ class ZmqTransport(Transport, ForkAware):
         self._links: list[PeerLink | None] = [None] * self.world_size
         for link in links:
             self._links[link.rank] = link
+        self._arena = arena
+        self.sharing = frozenset(link.rank for link in links if link.memory is not None)
         self._inbox = inbox
         self._peer: Callable[[int], PeerLink] = self._link
         self._recv_part: Callable[..., Any] = inbox.socket.recv
@@ -101,6 +133,16 @@ class ZmqTransport(Transport, ForkAware):
 
     # --- sending
 
+    def allocate(self, nbytes: int, peers: Collection[int]) -> Slot | None:
+        if self._arena is None or nbytes < _JOIN_BELOW or self.sharing.isdisjoint(peers):
+            return None
+        return self._arena.allocate(nbytes)
+
+    @property
+    def unshared_payloads(self) -> int:
+        """Payloads that should have been shared and went through sockets for want of memory."""
+        return 0 if self._arena is None else self._arena.refused
+
     def can_send(self, peer: int) -> bool:
         link = self._peer(peer)
         return link.sent - link.acked < self.window or link.lost is not None
@@ -119,13 +161,18 @@ class ZmqTransport(Transport, ForkAware):
         link.reported = link.released
         self._sent_bytes[peer] += _PREFIX_BYTES + header_bytes + size
         if size < _JOIN_BELOW:
-            prefix = _PREFIX.pack(link.session, self.rank, link.released, header_bytes, _WHOLE)
-            self._put(link, b"".join((prefix, header, payload)))
+            self._put(link, b"".join((self._prefix(link, header_bytes, _WHOLE), header, payload)))
+        elif link.memory is not None and self._arena is not None and (offset := self._arena.offset(payload)) is not None:
+            link.lent.append(payload)
+            self._put(link, b"".join((self._prefix(link, header_bytes, _IN_PLACE), header, _SPAN.pack(offset, size))))
         else:
-            prefix = _PREFIX.pack(link.session, self.rank, link.released, header_bytes, _SPLIT)
+            prefix = self._prefix(link, header_bytes, _SPLIT)
             loan = self._put(link, prefix + header, payload, borrow)
             if loan is not None:
                 self._borrowed.append(loan)
+
+    def _prefix(self, link: PeerLink, header_bytes: int, kind: int) -> bytes:
+        return _PREFIX.pack(link.session, self.rank, link.released, link.finished, header_bytes, kind)
 
     def report(self, link: PeerLink) -> None:
         """Tells a peer that has not heard from us how many of its frames are released."""
@@ -145,7 +192,7 @@ class ZmqTransport(Transport, ForkAware):
         if link.lost is None:
             link.reported = link.released
             self._sent_bytes[link.rank] += _PREFIX_BYTES
-            self._put(link, _PREFIX.pack(link.session, self.rank, link.released, 0, kind), more)
+            self._put(link, self._prefix(link, 0, kind), more)
 
     # --- receiving
 
@@ -197,13 +244,16 @@ class ZmqTransport(Transport, ForkAware):
         """The frame that starts with this part; None for a message between transports."""
         if len(part) < _PREFIX_BYTES:
             raise self._violation(None, f"a message of {len(part)} bytes, shorter than its prefix")
-        session, peer, released, header_bytes, kind = _PREFIX.unpack_from(part)
+        session, peer, released, returned, header_bytes, kind = _PREFIX.unpack_from(part)
         link = self._links[peer] if peer < self.world_size else None
         if link is None or session != self._session:
             raise self._violation(None, f"a message from rank {peer} for session {session:#x}, which is not of this group")
         if not link.acked <= released <= link.sent:
             raise self._violation(link, f"it says it released {released} frames of {link.sent}, after {link.acked}")
         link.acked = released
+        if returned != link.returned and not link.take_back(returned):
+            raise self._violation(link, f"it says it finished reading more than the {len(link.lent)} payloads it was lent")
+        in_place = False
         end = _PREFIX_BYTES + header_bytes
         if kind == _WHOLE:
             # Not worth asking whether more parts follow: they would be read, and judged, as messages of their own.
@@ -211,6 +261,10 @@ class ZmqTransport(Transport, ForkAware):
                 raise self._violation(link, f"a frame of {len(part)} bytes with a header of {header_bytes}")
             payload = memoryview(part)[end:]
             size = len(part)
+        elif kind == _IN_PLACE:
+            payload = self._shared_payload(link, part, header_bytes)
+            size = end + len(payload)
+            in_place = True
         elif kind == _SPLIT:
             if end != len(part) or header_bytes > self.MAX_HEADER_BYTES or not self._inbox.socket.get(zmq.RCVMORE):
                 raise self._violation(link, f"the first part of a frame has {len(part)} bytes instead of {end}, or is alone")
@@ -228,7 +282,16 @@ class ZmqTransport(Transport, ForkAware):
         self._received_bytes[peer] += size
         if link.lost is not None and link.lost == _BROKE:
             return None
-        return ZmqFrame(self, link, part[_PREFIX_BYTES:end], payload)
+        return (InPlaceFrame if in_place else ZmqFrame)(self, link, part[_PREFIX_BYTES:end], payload)
+
+    def _shared_payload(self, link: PeerLink, part: bytes, header_bytes: int) -> memoryview:
+        end = _PREFIX_BYTES + header_bytes
+        if link.memory is None or end + _SPAN.size != len(part) or header_bytes > self.MAX_HEADER_BYTES:
+            raise self._violation(link, f"a frame of {len(part)} bytes with a payload in memory, and a header of {header_bytes}")
+        offset, size = _SPAN.unpack_from(part, end)
+        if size > self.max_payload_bytes or offset + size > len(link.memory):
+            raise self._violation(link, f"a payload of {size} bytes at {offset} of its memory of {len(link.memory)}")
+        return link.memory[offset : offset + size]
 
     def _accept_bare(self, link: PeerLink, part: bytes, kind: int) -> None:
         more = bool(self._inbox.socket.get(zmq.RCVMORE))

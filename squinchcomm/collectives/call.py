@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, NamedTuple
 
-from squinchcomm.collectives.channel import Channel, Parcel, Piece, Ticket
+import numpy as np
+
+from squinchcomm.collectives.channel import Channel, Parcel, Piece, Ticket, make_parcel
 from squinchcomm.errors import WireFormatError
 
 
@@ -44,6 +46,19 @@ class Call:
     def others(self) -> list[int]:
         """All other ranks, starting after this one, so that not everybody sends to rank 0 first."""
         return self._others
+
+    def room(self, nbytes: int, peers: Collection[int]) -> np.ndarray | None:
+        """Where to put a payload that peers on this host read in place; None if it has to travel."""
+        room = self.channel.transport.allocate(nbytes, peers)
+        return None if room is None else np.asarray(room)
+
+    def lossless_parcel(self, phase: int, chunk: int, data: np.ndarray, peers: Collection[int]) -> Parcel:
+        """A parcel of `data`, a view of the caller's array: lent for the time of the call, or copied to where peers can read it."""
+        room = self.room(data.size, peers)
+        if room is None:
+            return make_parcel(phase, chunk, data, borrow=True)
+        room[:] = data
+        return make_parcel(phase, chunk, room, shared=True)
 
     def post(self, peer: int, parcel: Parcel) -> None:
         """Queues a parcel for `peer`."""

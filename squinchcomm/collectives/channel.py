@@ -43,19 +43,19 @@ class FailureNote(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class Parcel(NamedTuple):
-    """One frame to send. `payload` is an uint8 array or bytes; `borrow` as in `Transport.send`."""
+    """One frame to send. `payload` is an uint8 array or bytes; `borrow` as in `Transport.send`; no `crc` for shared memory."""
 
     phase: int
     chunk: int
     payload: Any
     nbytes: int
-    crc: int
+    crc: int | None
     borrow: bool
 
 
-def make_parcel(phase: int, chunk: int, payload: Any, borrow: bool = False) -> Parcel:
-    """A parcel with its payload's size and checksum, for one peer or many."""
-    return Parcel(phase, chunk, payload, len(payload), wire.payload_crc(payload), borrow)
+def make_parcel(phase: int, chunk: int, payload: Any, *, borrow: bool = False, shared: bool = False) -> Parcel:
+    """A parcel with its payload's size and checksum, for one peer or many; `shared` if `Transport.allocate` gave the payload."""
+    return Parcel(phase, chunk, payload, len(payload), None if shared else wire.payload_crc(payload), borrow)
 
 
 class Piece:
@@ -113,6 +113,8 @@ class Channel:
     def send(self, ticket: Ticket, peer: int, parcel: Parcel, *, urgent: bool = False) -> None:
         """Queues one frame; the caller has seen that `transport.can_send(peer)`, or it is an urgent one."""
         phase, chunk, payload, nbytes, crc, borrow = parcel
+        if crc is None:
+            crc = 0 if peer in self.transport.sharing else wire.payload_crc(payload)
         header = wire.frame_header(ticket.head, self._sent[peer], phase, chunk, nbytes, crc)
         self.transport.send(peer, header, payload, borrow=borrow, urgent=urgent)
         self._sent[peer] += 1
@@ -170,7 +172,7 @@ class Channel:
     def _admit(self, ticket: Ticket, frame: Frame) -> np.ndarray:
         peer = frame.peer
         payload = np.frombuffer(frame.payload, np.uint8)
-        fault = wire.check_frame(frame.header, payload, self._received[peer])
+        fault = wire.check_frame(frame.header, payload, self._received[peer], in_place=frame.in_place)
         if fault is not None:
             self.stats.frames_corrupt += 1
             raise self._error(WireFormatError, f"a frame from rank {peer} is damaged: {fault}", ticket, peer)

@@ -20,7 +20,7 @@ _MASK = (1 << 64) - 1
 class PlainCoder:
     """Elements travel as they are; payloads are views of the caller's arrays."""
 
-    borrow = True
+    borrow = True  # payloads are views of the caller's arrays unless there is room for them elsewhere
     tile = 1
 
     def __init__(self, dtype: np.dtype, op: str, world_size: int) -> None:
@@ -32,14 +32,18 @@ class PlainCoder:
         """Payload bytes of `count` elements."""
         return count * self.dtype.itemsize
 
-    def outgoing(self, values: np.ndarray, key: int) -> np.ndarray:
-        """The payload for `values`."""
-        return values.view(np.uint8)
+    def outgoing(self, values: np.ndarray, key: int, room: np.ndarray | None) -> np.ndarray:
+        """The payload for `values`, in `room` if there is some."""
+        payload = values.view(np.uint8)
+        if room is None:
+            return payload
+        room[:] = payload
+        return room
 
-    def combine(self, inputs: Sequence[Any], own: np.ndarray, key: int) -> np.ndarray:
-        """Sums payloads (`own` among them, as an array) into `own` and returns the payload of the sum."""
+    def combine(self, inputs: Sequence[Any], own: np.ndarray, key: int, room: np.ndarray | None) -> np.ndarray:
+        """Sums payloads (`own` among them, as an array) into `own` and returns the payload of the sum, in `room` if there is some."""
         self.combine_into(inputs, own)
-        return own.view(np.uint8)
+        return self.outgoing(own, key, room)
 
     def combine_into(self, inputs: Sequence[Any], out: np.ndarray) -> None:
         """Sums payloads and arrays in their order into `out`."""
@@ -69,13 +73,13 @@ class CodecCoder:
         """Payload bytes of `count` elements."""
         return self.codec.encoded_nbytes(count, self.dtype)
 
-    def outgoing(self, values: np.ndarray, key: int) -> np.ndarray:
-        """The payload for `values`. `key` numbers the encodings of one collective; with the seed it fixes the random numbers."""
-        return self.codec.encode(values, seed=mix(self.seed, key))
+    def outgoing(self, values: np.ndarray, key: int, room: np.ndarray | None) -> np.ndarray:
+        """The payload for `values`, in `room` if there is some. `key` numbers the encodings of one collective; with the seed it fixes the random numbers."""
+        return self.codec.encode(values, room, seed=mix(self.seed, key))
 
-    def combine(self, inputs: Sequence[Any], own: np.ndarray, key: int) -> np.ndarray:
+    def combine(self, inputs: Sequence[Any], own: np.ndarray, key: int, room: np.ndarray | None) -> np.ndarray:
         """Sums encoded payloads and the exact `own` array and returns the payload of the sum; `own` is left alone."""
-        return self.codec.reduce_encode(inputs, own.size, scale=self.scale, seed=mix(self.seed, key))
+        return self.codec.reduce_encode(inputs, own.size, room, scale=self.scale, seed=mix(self.seed, key))
 
     def combine_into(self, inputs: Sequence[Any], out: np.ndarray) -> None:
         """Sums payloads and arrays in their order into `out`."""

@@ -13,7 +13,7 @@ With a lossy codec a value is quantised twice whatever the number of ranks; a ri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -79,9 +79,10 @@ class Exchange:
         base = plan.bounds[rank]
         for chunk in range(plan.chunks(rank)):
             start, stop = plan.span(rank, chunk)
-            payload = self.coder.outgoing(own[start - base : stop - base], self._key(GATHER, chunk))
+            room = self._room(stop - start, self.call.others())
+            payload = self.coder.outgoing(own[start - base : stop - base], self._key(GATHER, chunk), room)
             self.coder.incoming(payload, self.whole[start:stop])
-            parcel = make_parcel(GATHER, chunk, payload, self.coder.borrow)
+            parcel = self._parcel(GATHER, chunk, payload, room)
             for peer in rest:
                 self.call.post(peer, parcel)
             yield parcel
@@ -99,11 +100,18 @@ class Exchange:
         call.run(self._handle)
 
     def _contributions(self, peer: int) -> Iterator[Parcel]:
-        coder = self.coder
         for chunk in range(self.plan.chunks(peer)):
             start, stop = self.plan.span(peer, chunk)
-            payload = coder.outgoing(self.whole[start:stop], self._key(SCATTER, chunk, peer))
-            yield make_parcel(SCATTER, chunk, payload, coder.borrow)
+            room = self._room(stop - start, (peer,))
+            payload = self.coder.outgoing(self.whole[start:stop], self._key(SCATTER, chunk, peer), room)
+            yield self._parcel(SCATTER, chunk, payload, room)
+
+    def _room(self, count: int, peers: Collection[int]) -> np.ndarray | None:
+        return self.call.room(self.coder.nbytes(count), peers)
+
+    def _parcel(self, phase: int, chunk: int, payload: np.ndarray, room: np.ndarray | None) -> Parcel:
+        shared = room is not None
+        return make_parcel(phase, chunk, payload, borrow=self.coder.borrow and not shared, shared=shared)
 
     def _key(self, phase: int, chunk: int, peer: int = 0) -> int:
         """Numbers the encodings of all ranks in this collective."""
@@ -144,9 +152,10 @@ class Exchange:
             coder.combine_into(inputs, self._result[start - base : stop - base])
             return None
         total = own if self._sum is None else self._sum[start - base : stop - base]
-        payload = coder.combine(inputs, total, self._key(GATHER, chunk))
+        room = self._room(stop - start, self._gather_to)
+        payload = coder.combine(inputs, total, self._key(GATHER, chunk), room)
         coder.settle(payload, total)
-        return make_parcel(GATHER, chunk, payload, coder.borrow)
+        return self._parcel(GATHER, chunk, payload, room)
 
     def _combined_chunk(self, parcel: Parcel | None, row: dict[int, Piece]) -> None:
         if parcel is not None:

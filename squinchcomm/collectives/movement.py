@@ -28,7 +28,7 @@ class Movement:
     def outgoing(self, peer: int, data: np.ndarray) -> None:
         """Sends `data`, uint8, to `peer`; to this rank itself it is `incoming` that copies."""
         if data.size:
-            self.call.make(peer, self._parcels(data))
+            self.call.make(peer, self._parcels(peer, data))
 
     def incoming(self, peer: int, out: np.ndarray) -> None:
         """Expects as many bytes as `out`, uint8, has from `peer`."""
@@ -39,10 +39,9 @@ class Movement:
         """Moves everything."""
         self.call.run(self._place)
 
-    def _parcels(self, data: np.ndarray) -> Iterator[Parcel]:
+    def _parcels(self, peer: int, data: np.ndarray) -> Iterator[Parcel]:
         for chunk, start in enumerate(range(0, data.size, self.chunk)):
-            part = data[start : start + self.chunk]
-            yield make_parcel(MOVE, chunk, part, True)
+            yield self.call.lossless_parcel(MOVE, chunk, data[start : start + self.chunk], (peer,))
 
     def _place(self, piece: Piece) -> None:
         out = self._into[piece.peer]
@@ -99,10 +98,10 @@ def _relayed_broadcast(call: Call, data: np.ndarray, root: int, chunk_bytes: int
     relays = [rank for rank in range(call.world_size) if rank != root]
     plan = Plan.even(data.size, len(relays), 1, 1, chunk_bytes)
 
-    def parcels(shard: int) -> Iterator[Parcel]:
+    def parcels(shard: int, peer: int) -> Iterator[Parcel]:
         for chunk in range(plan.chunks(shard)):
             start, stop = plan.span(shard, chunk)
-            yield make_parcel(MOVE, chunk, data[start:stop], True)
+            yield call.lossless_parcel(MOVE, chunk, data[start:stop], (peer,))
 
     seen: set[tuple[int, int]] = set()
 
@@ -118,14 +117,14 @@ def _relayed_broadcast(call: Call, data: np.ndarray, root: int, chunk_bytes: int
         data[start:stop] = piece.payload
         piece.release()
         if phase == MOVE:
-            parcel = make_parcel(FORWARD, piece.chunk, data[start:stop], True)
-            for peer in call.others():
-                if peer != root:
-                    call.post(peer, parcel)
+            rest = [peer for peer in call.others() if peer != root]
+            parcel = call.lossless_parcel(FORWARD, piece.chunk, data[start:stop], rest)
+            for peer in rest:
+                call.post(peer, parcel)
 
     if call.rank == root:
         for shard, peer in enumerate(relays):
-            call.make(peer, parcels(shard))
+            call.make(peer, parcels(shard, peer))
     else:
         for shard, owner in enumerate(relays):
             call.expect(root if owner == call.rank else owner, plan.chunks(shard))

@@ -17,7 +17,7 @@ Layout, little-endian, 60 bytes:
 | 40..43 | index of this frame among all between the two ranks |
 | 44..47 | phase (upper 4 bits) and chunk |
 | 48..51 | payload bytes |
-| 52..55 | CRC32C of the payload: computed once for a payload that goes to many |
+| 52..55 | CRC32C of the payload: computed once for a payload that goes to many; 0 for one in shared memory |
 | 56..59 | CRC32C of bytes 0..55 |
 
 Bytes 0..39 are the same in all frames of one collective, so the usual check is one comparison of bytes.
@@ -50,7 +50,7 @@ OPS = (
     "all_to_all",
     "send",
 )
-REDUCTIONS = ("", "sum", "avg", "min", "max", "product")
+REDUCTIONS = ("", "sum", "avg", "min", "max", "product", "band", "bor", "bxor", "premul_sum")
 DTYPES = tuple(
     np.dtype(name)
     for name in ("bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 complex64 complex128".split())
@@ -164,8 +164,8 @@ def frame_header(signature: bytes, index: int, phase: int, chunk: int, nbytes: i
     return head + _CRC.pack(google_crc32c.value(head))
 
 
-def check_frame(header: bytes, payload: np.ndarray, index: int) -> str | None:
-    """What is wrong with the frame as bytes, or None."""
+def check_frame(header: bytes, payload: np.ndarray, index: int, *, in_place: bool = False) -> str | None:
+    """What is wrong with the frame as bytes, or None. A payload that is read in place has no checksum."""
     if len(header) != HEADER_BYTES:
         return f"header of {len(header)} bytes instead of {HEADER_BYTES}"
     if google_crc32c.value(header[:-4]) != _CRC.unpack_from(header, HEADER_BYTES - 4)[0]:
@@ -173,7 +173,7 @@ def check_frame(header: bytes, payload: np.ndarray, index: int) -> str | None:
     got_index, _, nbytes, crc = _TAIL.unpack_from(header, SIGNATURE_BYTES)
     if nbytes != payload.size:
         return f"payload of {payload.size} bytes where the header says {nbytes}"
-    if crc != payload_crc(payload):
+    if not in_place and crc != payload_crc(payload):
         return "checksum mismatch in the payload"
     if got_index != index & 0xFFFFFFFF:
         return f"frame {got_index} where frame {index & 0xFFFFFFFF} was due (lost, repeated or reordered)"

@@ -168,12 +168,14 @@ def test_rank_with_another_secret_is_refused_by_name(theirs):
 
 # --- peers with the right token
 
-PREFIX = struct.Struct("<IIQHBx")
+PREFIX = struct.Struct("<IIQIHBx")
 
 
 def nonsense(session: int) -> dict[str, list[bytes]]:
-    def prefix(sender: int = 1, released: int = 0, header: int = 0, kind: int = 0, session_: int = session) -> bytes:
-        return PREFIX.pack(session_, sender, released, header, kind)
+    def prefix(
+        sender: int = 1, released: int = 0, header: int = 0, kind: int = 0, session_: int = session, returned: int = 0
+    ) -> bytes:
+        return PREFIX.pack(session_, sender, released, returned, header, kind)
 
     return {
         "empty": [b""],
@@ -192,8 +194,10 @@ def nonsense(session: int) -> dict[str, list[bytes]]:
         "extra part": [prefix(), b"more"],
         "many extra parts": [prefix(), *([b"more"] * 50)],
         "first part too long": [prefix(kind=1) + b"x", bytes(40_000)],
-        "credit with a tail": [prefix(kind=2) + b"x"],
-        "goodbye in two parts": [prefix(kind=3), b"x"],
+        "payload in memory that is not shared": [prefix(kind=2) + struct.pack("<QQ", 0, 40_000)],
+        "returned what was not lent": [prefix(returned=1)],
+        "credit with a tail": [prefix(kind=3) + b"x"],
+        "goodbye in two parts": [prefix(kind=4), b"x"],
     }
 
 
@@ -229,14 +233,14 @@ def test_nonsense_of_an_authenticated_peer_is_an_error(case):
 def test_more_frames_than_the_window_are_an_error():
     with besieged(**PLAIN, window=4) as (a, _, endpoint, session), insider(a, endpoint) as push:
         for _ in range(6):
-            push.send(PREFIX.pack(session, 1, 0, 0, 0))
+            push.send(PREFIX.pack(session, 1, 0, 0, 0, 0))
         with pytest.raises(WireFormatError, match="window"):
             checks.receive(a, 6)
 
 
 def test_message_beyond_the_limit_is_never_taken_in():
     with besieged(**PLAIN, max_payload_bytes=64 << 10) as (a, _, endpoint, session), insider(a, endpoint) as push:
-        push.send(PREFIX.pack(session, 1, 0, 0, 0) + bytes(1 << 20))
+        push.send(PREFIX.pack(session, 1, 0, 0, 0, 0) + bytes(1 << 20))
         assert a.recv(0.3) is None
 
 
@@ -245,7 +249,7 @@ def test_flood_of_an_authenticated_peer_is_bounded():
     with besieged(**PLAIN, window=4, max_payload_bytes=1 << 20) as (a, _, endpoint, session), insider(a, endpoint) as push:
         push.set(zmq.SNDHWM, 1)
         before = _resident_bytes()
-        message = PREFIX.pack(session, 1, 0, 0, 0) + bytes(1 << 20)
+        message = PREFIX.pack(session, 1, 0, 0, 0, 0) + bytes(1 << 20)
         sent = 0
         deadline = time.monotonic() + 1.5
         while time.monotonic() < deadline:
@@ -274,12 +278,12 @@ def test_fuzzed_messages_never_do_worse_than_an_error():
             sender=st.sampled_from([0, 1, 2]),
             released=st.integers(0, 3),
             header=st.integers(0, 40),
-            kind=st.integers(0, 5),
+            kind=st.integers(0, 6),
             body=st.binary(max_size=60),
             parts=st.lists(st.binary(max_size=9), max_size=2),
         )
         def fuzz(session_, sender, released, header, kind, body, parts):
-            push.send_multipart([PREFIX.pack(session_, sender, released, header, kind) + body, *parts])
+            push.send_multipart([PREFIX.pack(session_, sender, released, 0, header, kind) + body, *parts])
             try:
                 frame = a.recv(0.5)
             except WireFormatError:
