@@ -47,7 +47,7 @@ def parse_size(value: object) -> int:
     if not match:
         raise ValueError("not a size")
     size = float(match[1]) * 1024 ** " KMG".index(match[2].upper() or " ")
-    if size != int(size):
+    if not size.is_integer():
         raise ValueError("not a whole number of bytes")
     return int(size)
 
@@ -105,8 +105,16 @@ def _known_interface(value: object) -> str:
     return str(value)
 
 
-def _path(value: object) -> Path:
-    return Path(value).expanduser()  # type: ignore[arg-type]
+def expand_path(value: object) -> Path:
+    """A path with "~" and "~NAME" replaced by the home folders they stand for.
+
+    Raises:
+        ConfigError: there is no such user.
+    """
+    try:
+        return Path(value).expanduser()  # type: ignore[arg-type]
+    except RuntimeError:
+        raise ConfigError(f"the home folder in {value!s} is not known: no such user; write the path out") from None
 
 
 def _port_range(value: object) -> tuple[int, int]:
@@ -194,7 +202,7 @@ class Config:
         "encryption and authentication between ranks; auto asks for it beyond this machine",
     )
     key_file: Path | None = _setting(  # noqa: RUF009  it makes a field, as dataclasses.field does
-        "SQUINCH_KEY_FILE", None, _path, "a path", "the job's key, as `squinchcomm keygen` writes it"
+        "SQUINCH_KEY_FILE", None, expand_path, "a path", "the job's key, as `squinchcomm keygen` writes it"
     )
     interface: str | None = _setting(
         "SQUINCH_INTERFACE",

@@ -16,6 +16,7 @@ ENTRY_POINT_GROUP = "squinchcomm.transports"
 _BUILTIN = {
     "zmq": "squinchcomm.transport.zmq_backend:ZmqBackend",
     "inproc": "squinchcomm.transport.inproc:InprocBackend",
+    "mpi": "squinchcomm.transport.mpi_backend:MpiBackend",
 }
 
 BackendFactory = Callable[[TransportOptions], Backend]

@@ -16,7 +16,7 @@ def main() -> None:
     warnings.showwarning = _show_warning
     try:
         app()
-    except SquinchError as error:
+    except (SquinchError, OSError) as error:  # the second when output cannot be written, for one
         if os.environ.get("SQUINCH_DEBUG", "").upper() == "TRACE":
             raise
         print(f"squinchcomm: error: {error}", file=sys.stderr)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from squinchcomm.cli.processes import MAX_RANKS, Job
 from squinchcomm.errors import ConfigError
 
 if TYPE_CHECKING:
     from squinchcomm.cli.bench_run import Plan
 
 _OPS = "allreduce, reduce_scatter, all_gather, broadcast, reduce, gather, scatter, all_to_all, sendrecv, barrier"
+_MAX_SIZES = 10_000
 
 
 def bench(
@@ -37,7 +41,9 @@ def bench(
             "--codec", help="Repeatable, or separated by commas; measured in turns. Default: none; SQUINCH_CODEC is not asked."
         ),
     ] = None,
-    ranks: Annotated[int | None, typer.Option("-g", "--ranks", min=1, help="Ranks to start, when no launcher did.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("-g", "--ranks", min=1, max=MAX_RANKS, help="Ranks to start, when no launcher did.")
+    ] = None,
 ) -> None:
     """Measures collectives; starts its own ranks (two, or -g), or runs under squinchcomm run, torchrun, mpirun or srun."""
     from squinchcomm.cli.bench_run import Plan, measure
@@ -45,8 +51,8 @@ def bench(
 
     plan = Plan(
         sizes=_sizes(min_bytes, max_bytes, step_factor, step_bytes),
-        ops=_listed(op or ["allreduce"]),
-        codecs=_listed(codec or ["none"]),
+        ops=_listed("--op", op or ["allreduce"]),
+        codecs=_listed("--codec", codec or ["none"]),
         iterations=iterations,
         warmup=warmup,
         check=bool(check),
@@ -56,6 +62,8 @@ def bench(
     )
     plan = _validated(plan)
     info = detect()
+    if json_file is not None and info.rank == 0:
+        _check_writable(json_file)
     if info.source == "none":
         raise typer.Exit(_start_ranks(ranks or 2))
     if ranks is not None and ranks != info.world_size:
@@ -73,17 +81,39 @@ def _sizes(first: str, last: str, factor: float, step: str | None) -> list[int]:
         except ValueError as error:
             raise ConfigError(f"{flag} {text}: {error}; write bytes as 65536, 64K, 1M or 1G") from None
     size, end, increment = numbers.values()
-    if end < size or (step is None and factor <= 1) or (step is not None and increment <= 0):
-        raise ConfigError(f"-b {first} -e {last}: sizes must grow; -e is at least -b, -f above 1 and -i above 0")
+    if end < size or (step is None and not 1 < factor < math.inf) or (step is not None and increment <= 0):
+        raise ConfigError(
+            f"-b {first} -e {last} -f {factor:g}: sizes must grow; -e is at least -b, -f a number above 1 and -i above 0"
+        )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if end > memory:
+        raise ConfigError(f"-e {last}: arrays of {end} bytes do not fit this machine's memory of {memory} bytes")
     sizes = []
     while size <= end:
         sizes.append(size)
-        size = size + increment if increment else max(size + 1, int(size * factor))
+        if len(sizes) > _MAX_SIZES:
+            raise ConfigError(f"-b {first} -e {last}: more than {_MAX_SIZES} sizes; raise -f or -i")
+        size = size + increment if increment else max(size + 1, int(min(size * factor, end + 1)))
     return sizes
 
 
-def _listed(values: list[str]) -> list[str]:
-    return list(dict.fromkeys(name for value in values for name in value.split(",") if name))
+def _listed(flag: str, values: list[str]) -> list[str]:
+    names = list(dict.fromkeys(name for value in values for name in value.split(",") if name))
+    if not names:
+        raise ConfigError(f"{flag} {' '.join(values)}: names nothing to measure")
+    return names
+
+
+def _check_writable(path: Path) -> None:
+    """Raises ConfigError unless a file can be written there: now, and not after minutes of measuring."""
+    existed = path.exists()
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"-J {path}: {error.strerror}; give a file in a folder that exists and may be written to") from None
+    if not existed:
+        path.unlink()
 
 
 def _validated(plan: Plan) -> Plan:
@@ -91,7 +121,9 @@ def _validated(plan: Plan) -> Plan:
 
     from squinchcomm.cli.bench_check import DTYPES, REDUCTIONS
     from squinchcomm.cli.bench_ops import OPERATIONS
+    from squinchcomm.collectives.reduction import check_reduction
     from squinchcomm.kernels import codec_names
+    from squinchcomm.kernels.dtypes import canonical_dtype
 
     if plan.ops == ["all"]:
         plan = replace(plan, ops=list(OPERATIONS))
@@ -105,11 +137,14 @@ def _validated(plan: Plan) -> Plan:
         for value in values:
             if value not in known:
                 raise ConfigError(f"{flag} {value}: unknown; there are {', '.join(known)}")
+    if any(OPERATIONS[op].reduces for op in plan.ops):
+        try:
+            check_reduction(plan.reduction, canonical_dtype(plan.dtype))
+        except ValueError as error:
+            raise ConfigError(f"-o {plan.reduction} -d {plan.dtype}: {error}") from None
     return plan
 
 
 def _start_ranks(count: int) -> int:
-    from squinchcomm.cli.processes import Job
-
     job = Job([sys.executable, "-m", "squinchcomm", *sys.argv[1:]], count, output="inherited")
     return job.run()

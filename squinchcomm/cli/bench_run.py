@@ -62,7 +62,10 @@ def measure(plan: Plan, json_file: Path | None) -> int:
         failed = any(row.wrong for row in rows)
         if json_file is not None and comm.rank == 0:
             report = {**known, "ok": not failed, "results": [row.as_json() for row in rows]}
-            json_file.write_text(json.dumps(report, indent=1) + "\n")
+            try:
+                json_file.write_text(json.dumps(report, indent=1) + "\n")
+            except OSError as error:
+                raise ConfigError(f"-J {json_file}: {error.strerror}; the table above is all that is left") from None
     return int(failed and comm.rank == 0)
 
 

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from squinchcomm.cli.processes import MAX_RANKS
 from squinchcomm.demo import report
 from squinchcomm.demo.records import Run, Settings
 from squinchcomm.demo.report import label
@@ -29,7 +30,9 @@ _console = Console()
 
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each training.")] = 200,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine, each with a link of its own.")] = 4,
+    ranks: Annotated[
+        int, typer.Option(min=1, max=MAX_RANKS, help="Processes on this machine, each with a link of its own.")
+    ] = 4,
     link: Annotated[str, typer.Option(help="Emulated rate of each rank's link.")] = "1Gbit",
     codec: Annotated[str, typer.Option(help="Codec to compare with float32.")] = "squinch6",
     out: Annotated[Path, typer.Option(help="Folder for the picture and the raw numbers.")] = Path("demo-out"),
@@ -43,9 +46,12 @@ def demo(
         raise typer.Exit(2)
     _check(link, codec)
     settings = Settings(codecs=["none", codec], steps=steps, link_rate=link, seed=seed)
-    out.mkdir(parents=True, exist_ok=True)
-    settings.write(out / "settings.json")
-    (out / "runs.json").unlink(missing_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        settings.write(out / "settings.json")
+        (out / "runs.json").unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror}; give a folder that you may write to") from None
     _train(settings_path=out / "settings.json", ranks=ranks, codecs=settings.codecs, steps=steps)
     runs = [Run(**run) for run in json.loads((out / "runs.json").read_text())]
     _console.print(report.table(runs, ranks=ranks, link_rate=link))

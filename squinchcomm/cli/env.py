@@ -17,6 +17,8 @@ def env(
     markdown: Annotated[bool, typer.Option("--markdown", help="The variables as a Markdown table, for documents.")] = False,
 ) -> None:
     """Shows each setting's variable, value, source, default and meaning, as a rank started from this shell would see them."""
+    if as_json and markdown:
+        raise ConfigError("--json and --markdown: give one of them")
     if markdown:
         typer.echo(markdown_table())
         return

@@ -21,7 +21,13 @@ _LONGEST_LINE = 1 << 16  # bytes; a longer one is shown in pieces
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _DRAIN_S = 1.0  # for output of processes that were just killed
 
+_LONGEST_WAIT_S = 3600.0  # epoll counts milliseconds in 32 bits
+
+MAX_RANKS = 1024
 TIMED_OUT = 124  # as timeout(1) has it
+
+# What tells a rank who it is. Where ranks meet (SQUINCH_ADDRESS, MASTER_ADDR, MASTER_PORT) may be chosen.
+RESERVED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SQUINCH_LAUNCHER", TOKEN_VARIABLE)
 
 
 @dataclass
@@ -158,7 +164,8 @@ class _Running:
 
     def _step(self, wakeup: socket.socket) -> None:
         due = [moment for moment in (self.kill_at, self.deadline) if moment is not None]
-        for key, _ in self.selector.select(max(0.0, min(due) - time.monotonic()) if due else None):
+        patience_s = min(max(0.0, min(due) - time.monotonic()), _LONGEST_WAIT_S) if due else None
+        for key, _ in self.selector.select(patience_s):
             if isinstance(key.data, _Output):
                 self._pump(key.data)
             else:
@@ -235,23 +242,25 @@ class _Running:
 
 
 def rank_environments(world_size: int, token: str, extra: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """The environment of each rank: ours, thread counts that share the cores, `extra`, and who it is."""
+    """The environment of each rank: ours, thread counts that share the cores, where to meet, `extra`, and who it is."""
     threads = str(max(1, len(os.sched_getaffinity(0)) // world_size))
     defaults = {"OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    job = {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
+    meeting = {
         "SQUINCH_ADDRESS": f"ipc://@squinchcomm-run-{secrets.token_hex(8)}",
-        TOKEN_VARIABLE: token,
-        "SQUINCH_LAUNCHER": "run",
         # Not for us, but for scripts that also call torch.distributed.init_process_group.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    job = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        TOKEN_VARIABLE: token,
+        "SQUINCH_LAUNCHER": "run",
+    }
     for rank in range(world_size):
-        yield {**defaults, **os.environ, **extra, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        yield {**defaults, **os.environ, **meeting, **extra, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def _prefix(rank: int, colour: bool) -> bytes:

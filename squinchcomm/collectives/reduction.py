@@ -18,15 +18,27 @@ _UFUNCS: dict[str, Callable[..., np.ndarray]] = {
     "min": np.minimum,
     "max": np.maximum,
     "product": np.multiply,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+    "premul_sum": np.add,
 }
+_BITWISE = ("band", "bor", "bxor")
 
 
 def check_reduction(op: str, dtype: np.dtype) -> None:
-    """Raises ValueError for a reduction that does not exist or does not fit the element type."""
+    """Raises ValueError for a reduction that does not exist or does not fit the element type.
+
+    "premul_sum" is a sum whose contributions each rank has multiplied by its factor before the call.
+    """
     if op not in _UFUNCS:
         raise ValueError(f"op must be one of {', '.join(_UFUNCS)}, not {op!r}")
     kind = "f" if dtype == BFLOAT16 else dtype.kind
-    if (op == "avg" and kind not in "fc") or (op in ("min", "max") and kind == "c"):
+    if (
+        (op == "avg" and kind not in "fc")
+        or (op in ("min", "max") and kind == "c")
+        or (op in _BITWISE and kind not in "biu")
+    ):
         raise ValueError(f"op {op!r} is not defined for {dtype_name(dtype)} arrays")
 
 

@@ -119,6 +119,15 @@ def test_wrong_data_fails(tmp_path: Path, op: str, index: int) -> None:
         (["-b", "big"], "-b big: not a size"),
         (["-b", "2M", "-e", "1M"], "sizes must grow"),
         (["-f", "1"], "sizes must grow"),
+        (["-f", "nan"], "-f nan: sizes must grow"),
+        (["-f", "inf"], "-f inf: sizes must grow"),
+        (["-b", "1", "-e", "1G", "-i", "1"], "more than 10000 sizes"),
+        (["-e", "99999999G"], "do not fit this machine's memory"),
+        (["--op", ","], "--op ,: names nothing"),
+        (["--codec", ","], "--codec ,: names nothing"),
+        (["-d", "int8", "-o", "avg"], "-o avg -d int8"),
+        (["-J", "/nonexistent/x.json"], "-J /nonexistent/x.json: No such file or directory"),
+        (["-J", "/"], "-J /: Is a directory"),
         (["-r", "5", "-g", "2"], "-r 5: there are 2 ranks"),
         (["--op", "sendrecv", "-g", "1"], "needs two ranks"),
     ],
@@ -129,6 +138,7 @@ def test_mistakes(arguments: list[str], message: str) -> None:
     assert done.stderr.startswith("squinchcomm: error: ")
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert not table(done.stdout)  # nothing was measured in vain
 
 
 def test_steps() -> None:
@@ -137,6 +147,7 @@ def test_steps() -> None:
     assert _sizes("1K", "8K", 2, None) == [1024, 2048, 4096, 8192]
     assert _sizes("1K", "3K", 2, "1K") == [1024, 2048, 3072]
     assert _sizes("1M", "1M", 4, None) == [1 << 20]
+    assert _sizes("1K", "1M", 1e308, None) == [1024]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

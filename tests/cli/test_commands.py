@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from squinchcomm import __version__
 from squinchcomm.cli import doctor_probes
 from squinchcomm.transport.security import read_key_file
-from tests.cli.command import squinchcomm
+from tests.cli.command import CLI, environment, squinchcomm
 
 
 def test_help_is_quick_and_lists_the_commands() -> None:
@@ -87,6 +88,45 @@ def test_keygen_where_it_may_not_write() -> None:
     assert "cannot write /proc/job.key" in done.stderr
 
 
+def test_keygen_leaves_no_half_made_key(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    assert squinchcomm("keygen", "--force", tmp_path / "folder").returncode == 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (["env"], {"SQUINCH_KEY_FILE": "~nosuchuser/x"}, "SQUINCH_KEY_FILE=~nosuchuser/x: the home folder"),
+        (["keygen", "~nosuchuser/x"], {}, "the home folder in ~nosuchuser/x is not known"),
+        (["env"], {"SQUINCH_CHUNK_BYTES": "9" * 400}, "SQUINCH_CHUNK_BYTES=999"),
+        (["env", "--json", "--markdown"], {}, "give one of them"),
+        (["demo", "--out", "/dev/null/x"], {}, "--out /dev/null/x: Not a directory"),
+    ],
+)
+def test_mistakes(arguments: list[str], variables: dict[str, str], message: str) -> None:
+    done = squinchcomm(*arguments, env=variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("squinchcomm: error: ")
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_output_that_cannot_be_written_is_an_error() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*CLI, "env"],
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "squinchcomm: error: [Errno 28] No space left on device\n"
+
+
 def test_env_shows_values_and_sources() -> None:
     setting = {"SQUINCH_CODEC": "squinch6", "SQUINCH_JOB_TOKEN": "do-not-show"}
     done = squinchcomm("env", "--json", env=setting)
@@ -157,7 +197,7 @@ def test_doctor_reports_problems_with_a_next_step(tmp_path: Path) -> None:
     assert not {"mpi4py", "cupy"} & set(done.stdout.split())
 
 
-@pytest.mark.parametrize(("variable", "known"), [("SQUINCH_CODEC", "squinch6"), ("SQUINCH_TRANSPORT", "inproc, zmq")])
+@pytest.mark.parametrize(("variable", "known"), [("SQUINCH_CODEC", "squinch6"), ("SQUINCH_TRANSPORT", "zmq")])
 def test_unknown_names_are_found_early(variable: str, known: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done = squinchcomm("env", env={variable: "nonesuch"})
     assert (done.returncode, done.stdout) == (2, "")

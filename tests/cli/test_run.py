@@ -135,6 +135,12 @@ def test_modules_and_programs(tmp_path: Path) -> None:
         (["nosuch-program"], "neither a .py file nor a program"),
         ([], "nothing to run"),
         (["--env", "A", "true"], "--env A: not of the form NAME=VALUE"),
+        (["--env", "RANK=9", "true"], "--env RANK=9: squinchcomm run sets RANK itself"),
+        (["--emulate-link", "1Gbit", "--env", "SQUINCH_LINK_RATE=2Gbit", "true"], "give one of them"),
+        (["--timeout", "inf", "true"], "--timeout inf: give seconds above 0"),
+        (["--timeout", "nan", "true"], "--timeout nan: give seconds above 0"),
+        (["--timeout", "-1", "true"], "--timeout -1: give seconds above 0"),
+        (["--grace", "inf", "true"], "--grace inf: give seconds from 0"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str) -> None:
@@ -142,7 +148,14 @@ def test_mistakes(arguments: list[str], message: str) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("squinchcomm: error: ")
     assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_long_timeout_is_one_and_where_ranks_meet_can_be_chosen() -> None:
+    script = "import os; print(os.environ['SQUINCH_ADDRESS'], os.environ['MASTER_PORT'])"
+    variables = ["--env", "SQUINCH_ADDRESS=ipc://@chosen", "--env", "MASTER_PORT=7"]
+    done = squinchcomm("run", "--timeout", "1e9", *variables, "-n", "1", "--no-prefix", sys.executable, "-c", script)
+    assert (done.returncode, done.stdout) == (0, "ipc://@chosen 7\n"), done.stderr
 
 
 def test_a_program_that_cannot_run(tmp_path: Path) -> None:

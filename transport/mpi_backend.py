@@ -1,0 +1,116 @@
+"""How ranks of an MPI job find each other's transports."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from squinchcomm.errors import ConfigError, PeerLost
+
+from .address import MAX_ADDRESS_BYTES, host_identity
+from .base import Backend, Listener, Transport
+from .mpi_link import Inbox, MpiLink
+from .mpi_transport import MpiTransport
+from .mpi_world import MpiWorld, join_world, wait_until
+from .options import TransportOptions
+
+_ADDRESS_VERSION = 1
+_JOIN_TIMEOUT_S = 60.0
+
+
+class MpiAddress(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Where an mpi transport is reached: a rank and a tag of a duplicated communicator."""
+
+    version: int
+    world: bytes
+    dest: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    tag: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    session: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    window: Annotated[int, msgspec.Meta(ge=2, le=4096)]
+    max_payload_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+    host: Annotated[str, msgspec.Meta(max_length=256)]
+
+
+class MpiListener(Listener):
+    """Two tags, and receives posted for the first of them."""
+
+    def __init__(self, world: MpiWorld, options: TransportOptions) -> None:
+        self._world = world
+        self._options = options
+        self._tag, _ = world.take_tags()
+        self._lock = world.lock()
+        self._inbox: Inbox | None = None
+        self._own = MpiAddress(
+            version=_ADDRESS_VERSION,
+            world=world.identity,
+            dest=world.rank,
+            tag=self._tag,
+            session=secrets.randbits(32),
+            window=options.window,
+            max_payload_bytes=options.max_payload_bytes,
+            host=options.host if options.host is not None else host_identity(),
+        )
+        self.address = msgspec.msgpack.encode(self._own)
+        self._open = True
+
+    def connect(self, rank: int, addresses: Sequence[bytes], timeout_s: float) -> Transport:
+        if not self._open:
+            raise RuntimeError("this listener is closed or already connected")
+        self._open = False
+        deadline = time.monotonic() + timeout_s
+        group = [self._read(blob, peer) for peer, blob in enumerate(addresses)]
+        if group[rank] != self._own:
+            raise ConfigError(f"rank {rank} listens elsewhere than at addresses[{rank}]")
+        links = [MpiLink(peer, each.dest, each.tag, each.session) for peer, each in enumerate(group) if peer != rank]
+        with self._lock:
+            inbox = Inbox(self._world, self._tag, len(links))
+        hosts = [each.host for each in group]
+        transport = MpiTransport(rank, hosts, self._world, inbox, links, self._own.session, self._options)
+        if not wait_until(transport.greeted_by_all, deadline - time.monotonic()):
+            missing = transport.not_greeted()
+            transport.close(0.0)
+            raise PeerLost(f"rank {missing[0]} did not connect within {timeout_s:g} s", rank=rank, peer=missing[0])
+        return transport
+
+    def close(self) -> None:
+        self._open = False
+
+    def _read(self, blob: bytes, peer: int) -> MpiAddress:
+        try:
+            address = msgspec.msgpack.decode(blob[: MAX_ADDRESS_BYTES + 1], type=MpiAddress)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f"the address of rank {peer} cannot be read ({error}): is its transport mpi, and its squinchcomm the same?",
+                peer=peer,
+            ) from None
+        for what, theirs, ours in (
+            ("the version of addresses", address.version, self._own.version),
+            ("the MPI communicator", address.world.hex(), self._own.world.hex()),
+            ("window", address.window, self._own.window),
+            ("max_payload_bytes", address.max_payload_bytes, self._own.max_payload_bytes),
+        ):
+            if theirs != ours:
+                raise ConfigError(f"{what} is {theirs} on rank {peer} and {ours} here; it must be the same on all ranks", peer=peer)
+        if address.dest >= self._world.size:
+            raise ConfigError(f"rank {peer} says it is {address.dest} of {self._world.size} in the MPI communicator", peer=peer)
+        return address
+
+
+class MpiBackend(Backend):
+    """MPI, through mpi4py."""
+
+    name = "mpi"
+
+    def __init__(self, options: TransportOptions, world: MpiWorld | None = None) -> None:
+        """Without a `world` all processes of MPI_COMM_WORLD make their first backend together."""
+        if options.link_rate is not None:
+            raise ConfigError("the mpi transport cannot limit its link's rate: unset link_rate (SQUINCH_LINK_RATE)")
+        self._options = options
+        self._world = world if world is not None else join_world(None, _JOIN_TIMEOUT_S)
+
+    def listen(self) -> Listener:
+        return MpiListener(self._world, self._options)

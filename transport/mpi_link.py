@@ -1,0 +1,135 @@
+"""What goes between two ranks over MPI: the prefix of every message, one peer's counters, and the receives posted for all."""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .mpi_world import MPI, MpiWorld
+
+# Every message starts with: receiver's session, sender's rank, frames of yours that I released, payload bytes, header bytes, kind.
+PREFIX = struct.Struct("<IIQIHBx")
+PREFIX_BYTES = PREFIX.size
+WHOLE, SPLIT, CREDIT, HELLO, GOODBYE, VANISHED, FAREWELL = range(7)
+
+JOIN_BELOW = 32 << 10  # smaller payloads travel in one message with their header
+SLOT_BYTES = PREFIX_BYTES + 4096 + JOIN_BELOW
+_LEAST_SLOTS, _MOST_SLOTS = 8, 64
+_SPARE_BYTES = 64 << 20
+
+
+class Arrival(NamedTuple):
+    """A frame whose first message is here; `request` is the receive of its payload, None if that is in it."""
+
+    header: bytes
+    payload: memoryview
+    buffer: np.ndarray | None
+    request: MPI.Request | None
+
+
+class MpiLink:
+    """One peer. The counters count frames since the start, ours to it (`sent`, `acked`) and its to us (`received`, `released`).
+
+    Attributes:
+        rank: Its rank in the group.
+        dest: Its rank in the MPI communicator.
+        tag: Where it receives the first message of each frame; payloads go to `tag + 1`.
+        session: What it wants to read in the prefix.
+        arriving: Its frames that are not complete, and those behind them.
+        outgoing: Requests of messages to it that are ours, with their memory.
+        loans: Requests of borrowed payloads to it, with their memory.
+        greeted: Its hello has come.
+        silent: It has said that it sends nothing more, or is dead.
+        leaving: Why it will be lost when all that it sent has been taken.
+        lost: Why it is lost.
+    """
+
+    __slots__ = (
+        "acked", "arriving", "dest", "greeted", "leaving", "loans", "lost", "outgoing", "rank", "received", "released",
+        "reported", "sent", "session", "silent", "tag",
+    )  # fmt: skip
+
+    def __init__(self, rank: int, dest: int, tag: int, session: int) -> None:
+        self.rank = rank
+        self.dest = dest
+        self.tag = tag
+        self.session = session
+        self.sent = self.acked = self.received = self.released = self.reported = 0
+        self.arriving: deque[Arrival] = deque()
+        self.outgoing: deque[tuple[MPI.Request, Any]] = deque()
+        self.loans: deque[tuple[MPI.Request, Any]] = deque()
+        self.greeted = self.silent = False
+        self.leaving: str | None = None
+        self.lost: str | None = None
+
+    def prefix(self, own_rank: int, kind: int, header_bytes: int = 0, payload_bytes: int = 0) -> bytes:
+        """The first bytes of the next message to this peer, which tell it what we have released."""
+        self.reported = self.released
+        return PREFIX.pack(self.session, own_rank, self.released, payload_bytes, header_bytes, kind)
+
+    def forget_sent(self) -> None:
+        """Lets go of memory that has left."""
+        for queue in (self.outgoing, self.loans):
+            while queue and queue[0][0].Test():
+                queue.popleft()
+
+    def unfinished(self) -> list[tuple[MPI.Request, Any]]:
+        """Requests whose memory MPI may still touch."""
+        payloads = [(arrival.request, arrival.buffer) for arrival in self.arriving if arrival.request is not None]
+        return [*self.outgoing, *self.loans, *payloads]
+
+
+class Inbox:
+    """Receives posted for the first messages of all peers.
+
+    MPI matches messages in the order in which receives were posted, so the oldest is always the next to complete: one
+    test finds out whether anything has come, however many peers there are. What finds no posted receive waits in MPI.
+    """
+
+    def __init__(self, world: MpiWorld, tag: int, peers: int) -> None:
+        self.world = world
+        self.status = MPI.Status()
+        self._comm = world.comm
+        self.tag = tag
+        self._buffers = [bytearray(SLOT_BYTES) for _ in range(min(max(_LEAST_SLOTS, 2 * peers), _MOST_SLOTS))]
+        self._requests = [self._post(buffer) for buffer in self._buffers]
+        self._oldest = 0
+        self._spare: dict[int, list[np.ndarray]] = {}
+        self._spare_bytes = 0
+
+    def arrived(self) -> bytearray | None:
+        """The slot that holds the next message, described by `status`; call `next` when it has been read."""
+        return self._buffers[self._oldest] if self._requests[self._oldest].Test(self.status) else None
+
+    def next(self) -> None:
+        """Posts the slot just read again, behind all others."""
+        self._requests[self._oldest] = self._post(self._buffers[self._oldest])
+        self._oldest = (self._oldest + 1) % len(self._buffers)
+
+    def borrow(self, nbytes: int) -> np.ndarray:
+        """Memory for a payload of `nbytes`, or more: the next power of two."""
+        size = 1 << (nbytes - 1).bit_length()
+        spare = self._spare.get(size)
+        if spare:
+            self._spare_bytes -= size
+            return spare.pop()
+        return np.empty(size, np.uint8)
+
+    def give_back(self, buffer: np.ndarray) -> None:
+        """Keeps memory of `borrow` for the next payload of its size: fresh memory costs a fault every page."""
+        if self._spare_bytes + buffer.size <= _SPARE_BYTES:
+            self._spare_bytes += buffer.size
+            self._spare.setdefault(buffer.size, []).append(buffer)
+
+    def close(self) -> None:
+        """Takes the receives back."""
+        self._spare.clear()
+        for request in self._requests:
+            request.Cancel()
+        self.world.leave_behind(list(zip(self._requests, self._buffers, strict=True)))
+
+    def _post(self, buffer: bytearray) -> MPI.Request:
+        return self._comm.Irecv(buffer, MPI.ANY_SOURCE, self.tag)

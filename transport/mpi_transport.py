@@ -1,0 +1,440 @@
+"""Frames over MPI: the hot path, the windows, and the end of peers."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import numpy as np
+
+from squinchcomm.errors import CommunicatorAborted, WireFormatError
+
+from .base import Frame, Transport
+from .mpi_caretaker import adopt, dismiss
+from .mpi_link import (
+    CREDIT,
+    FAREWELL,
+    GOODBYE,
+    HELLO,
+    JOIN_BELOW,
+    PREFIX,
+    PREFIX_BYTES,
+    SPLIT,
+    VANISHED,
+    WHOLE,
+    Arrival,
+    Inbox,
+    MpiLink,
+)
+from .mpi_world import MPI, MpiWorld, describe, is_process_failure
+from .options import TransportOptions
+
+_REASONS = {GOODBYE: "closed its communicator", VANISHED: "connection closed"}
+_DIED = "its process died"
+_BROKE = "broke the transport protocol"
+
+# A wait first looks again and again, letting other processes run in between, then sleeps longer and longer.
+_EAGER_S = 100e-6
+_FIRST_SLEEP_S = 20e-6
+_LONGEST_SLEEP_S = 1e-3
+
+
+class MpiFrame(Frame):
+    """A frame in memory of the transport."""
+
+    __slots__ = ("_buffer", "_link", "_transport")
+
+    def __init__(self, transport: MpiTransport, link: MpiLink, arrival: Arrival) -> None:
+        self._transport = transport
+        self._link = link
+        self._buffer = arrival.buffer
+        self.peer = link.rank
+        self.header = arrival.header
+        self.payload = arrival.payload
+
+    def release(self) -> None:
+        self._transport.release(self._link, self._buffer)
+
+
+class MpiTransport(Transport):
+    """One endpoint of an MPI process: two tags of the world's communicator, and a link to each peer."""
+
+    name = "mpi"
+    encrypted = False
+    rejected_peers = 0
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        world: MpiWorld,
+        inbox: Inbox,
+        links: Sequence[MpiLink],
+        session: int,
+        options: TransportOptions,
+    ) -> None:
+        self.rank = rank
+        self.world_size = len(hosts)
+        self.hosts = tuple(hosts)
+        self.max_payload_bytes = options.max_payload_bytes
+        self.window = options.window
+        self.lock = world.lock()
+        self.busy = False  # looked at since the caretaker came by
+        self._credit_due = max(1, options.window // 2)
+        self._session = session
+        self._world = world
+        self._comm = world.comm
+        self._inbox = inbox
+        self._links: list[MpiLink | None] = [None] * self.world_size
+        for link in links:
+            self._links[link.rank] = link
+        self._peers = tuple(links)
+        self._arriving: list[MpiLink] = []
+        self._ready: deque[MpiFrame] = deque()
+        self._sent_bytes = [0] * self.world_size
+        self._received_bytes = [0] * self.world_size
+        self._lost: dict[int, str] = {}
+        self._news = self._woken = False
+        self._closed: str | None = None
+        self._fault: WireFormatError | None = None
+        self._free = weakref.finalize(self, _abandon, self.lock, rank, self._peers, inbox)
+        self._free.atexit = False
+        with self.lock:
+            for link in links:
+                self._send_bare(link, HELLO)
+        adopt(self, world)
+
+    def greeted_by_all(self) -> bool:
+        """Whether the hello of every peer has come."""
+        with self.lock:
+            self._progress()
+        return not self.not_greeted()
+
+    def not_greeted(self) -> list[int]:
+        """Peers that have not said hello."""
+        return [link.rank for link in self._peers if not link.greeted]
+
+    # --- sending
+
+    def can_send(self, peer: int) -> bool:
+        link = self._link(peer)
+        return link.sent - link.acked < self.window or link.lost is not None
+
+    def send(self, peer: int, header: bytes, payload: Any = b"", *, borrow: bool = False, urgent: bool = False) -> None:
+        link = self._link(peer)
+        size = len(payload) if type(payload) is bytes else memoryview(payload).nbytes
+        header_bytes = len(header)
+        if header_bytes > self.MAX_HEADER_BYTES or size > self.max_payload_bytes:
+            raise ValueError(f"header of {header_bytes} bytes or payload of {size} bytes is too large")
+        if link.lost is not None:
+            return
+        if link.sent - link.acked >= self.window + urgent:
+            raise BlockingIOError(f"the window of rank {peer} is full: {self.window} frames are not released yet")
+        with self.lock:
+            link.sent += 1
+            self._sent_bytes[peer] += PREFIX_BYTES + header_bytes + size
+            link.forget_sent()
+            if size < JOIN_BELOW:
+                prefix = link.prefix(self.rank, WHOLE, header_bytes, size)
+                self._put(link, b"".join((prefix, header, payload)))
+            else:
+                self._put(link, link.prefix(self.rank, SPLIT, header_bytes, size) + header)
+                self._put(link, memoryview(payload).cast("B"), tag=link.tag + 1, borrow=borrow)
+
+    def flush(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        pause_s = _FIRST_SLEEP_S
+        while True:
+            with self.lock:
+                self._progress()
+                if all(self._returned(link) for link in self._peers):
+                    return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_SLEEP_S)
+
+    def _returned(self, link: MpiLink) -> bool:
+        """Whether nothing that this peer will take is borrowed. What it did not take before it was lost, it never will."""
+        if link.lost is not None and link.loans:
+            self._world.leave_behind(list(link.loans))
+            link.loans.clear()
+        return not link.loans or (link.forget_sent() or not link.loans)
+
+    def _put(self, link: MpiLink, message: Any, tag: int = -1, borrow: bool = False) -> None:
+        try:
+            request = self._comm.Isend([message, MPI.BYTE], link.dest, link.tag if tag < 0 else tag)
+            if not request.Test():
+                (link.loans if borrow else link.outgoing).append((request, message))
+        except MPI.Exception as error:
+            self._failed(link, error)
+
+    def _send_bare(self, link: MpiLink, kind: int) -> None:
+        self._sent_bytes[link.rank] += PREFIX_BYTES
+        self._put(link, link.prefix(self.rank, kind))
+
+    # --- receiving
+
+    def recv(self, timeout_s: float) -> Frame | None:
+        frame = self._look()
+        if frame is not None or timeout_s <= 0:
+            return frame
+        now = time.monotonic()
+        deadline, eager_until, pause_s = now + timeout_s, now + _EAGER_S, _FIRST_SLEEP_S
+        while True:
+            if self._woken or self._news:
+                self._woken = self._news = False
+                return None
+            now = time.monotonic()
+            if now >= deadline:
+                return None
+            if now < eager_until:
+                os.sched_yield()
+            else:
+                time.sleep(min(pause_s, deadline - now))
+                pause_s = min(1.5 * pause_s, _LONGEST_SLEEP_S)
+            frame = self._look()
+            if frame is not None:
+                return frame
+
+    def release(self, link: MpiLink, buffer: np.ndarray | None) -> None:
+        """Takes a frame's memory back and tells its sender, if that has not heard from us for half a window."""
+        with self.lock:
+            if buffer is not None:
+                self._inbox.give_back(buffer)
+            link.released += 1
+            if link.released - link.reported >= self._credit_due and link.lost is None and self._closed is None:
+                self._send_bare(link, CREDIT)
+
+    def _look(self) -> MpiFrame | None:
+        with self.lock:
+            if self._closed is not None:
+                raise CommunicatorAborted(self._closed, rank=self.rank)
+            self.busy = True
+            self._progress()
+            if self._ready:
+                return self._ready.popleft()
+            if self._fault is not None:
+                fault, self._fault = self._fault, None
+                raise fault
+        return None
+
+    def tend(self) -> bool:
+        """Takes what has come while nobody looked; True if that was something. Called by the caretaker, holding `lock`."""
+        before = len(self._ready) + len(self._arriving)
+        if self._closed is None:
+            self._progress()
+        return len(self._ready) + len(self._arriving) != before
+
+    def _progress(self) -> None:
+        inbox = self._inbox
+        try:
+            while (slot := inbox.arrived()) is not None:
+                self._accept(slot, inbox.status)
+                inbox.next()
+        except MPI.Exception as error:
+            if not is_process_failure(error):
+                raise CommunicatorAborted(f"MPI failed: {describe(error)}", rank=self.rank) from error
+            self._world.acknowledge_failures()
+        if self._arriving:
+            self._arriving = [link for link in self._arriving if not self._completed(link)]
+        failed = self._world.failed()
+        if failed or self._lost:
+            self._part(failed)
+
+    def _accept(self, slot: bytearray, status: MPI.Status) -> None:
+        """Takes the message in `slot`: a frame, or one between transports."""
+        size = status.count
+        session, peer, released, payload_bytes, header_bytes, kind = PREFIX.unpack_from(slot)
+        link = self._links[peer] if peer < self.world_size else None
+        if size < PREFIX_BYTES or link is None or session != self._session or status.source != link.dest:
+            return self._violation(None, f"{size} bytes for session {session:#x}, as rank {peer}, which is not of this group")
+        if link.lost == _BROKE:
+            return None
+        if not link.acked <= released <= link.sent:
+            return self._violation(link, f"it says it released {released} frames of {link.sent}, after {link.acked}")
+        opened = released > link.acked and link.sent - link.acked >= self.window
+        link.acked = released
+        end = PREFIX_BYTES + header_bytes
+        self._received_bytes[peer] += size
+        if kind > SPLIT:
+            if size != PREFIX_BYTES or kind not in (CREDIT, HELLO, *_REASONS, FAREWELL):
+                return self._violation(link, f"a message of unknown kind {kind}, or a bare message that is not bare")
+            self._accept_bare(link, kind, opened)
+            return None
+        if header_bytes > self.MAX_HEADER_BYTES or size != (end + payload_bytes if kind == WHOLE else end):
+            return self._violation(link, f"a frame of {size} bytes with a header of {header_bytes}")
+        if payload_bytes > self.max_payload_bytes or link.received - link.released > self.window:  # one may be urgent
+            return self._violation(link, f"{payload_bytes} bytes are too many, or more than {self.window} frames")
+        link.received += 1
+        header = bytes(slot[PREFIX_BYTES:end])
+        if kind == WHOLE:
+            self._arrive(link, Arrival(header, memoryview(bytes(slot[end:size])), None, None))
+        else:
+            self._arrive(link, self._receive_payload(link, header, payload_bytes))
+        return None
+
+    def _receive_payload(self, link: MpiLink, header: bytes, nbytes: int) -> Arrival:
+        buffer = self._inbox.borrow(nbytes)
+        view = memoryview(buffer)[:nbytes]
+        self._received_bytes[link.rank] += nbytes
+        return Arrival(header, view.toreadonly(), buffer, self._comm.Irecv([view, MPI.BYTE], link.dest, self._inbox.tag + 1))
+
+    def _arrive(self, link: MpiLink, arrival: Arrival) -> None:
+        """Hands a frame on, in its turn."""
+        if link.arriving or arrival.request is not None:
+            if not link.arriving:
+                self._arriving.append(link)
+            link.arriving.append(arrival)
+        else:
+            self._ready.append(MpiFrame(self, link, arrival))
+
+    def _completed(self, link: MpiLink) -> bool:
+        """Hands on the complete frames of a peer; whether that were all."""
+        arriving = link.arriving
+        while arriving:
+            arrival = arriving[0]
+            if arrival.request is not None:
+                try:
+                    if not arrival.request.Test(self._inbox.status):
+                        return False
+                except MPI.Exception as error:
+                    self._failed(link, error)
+                    arriving.clear()
+                    break
+                if self._inbox.status.count != len(arrival.payload):
+                    self._violation(link, f"a payload of {self._inbox.status.count} bytes instead of {len(arrival.payload)}")
+            self._ready.append(MpiFrame(self, link, arriving.popleft()))
+        if link.leaving is not None:
+            self._lose(link)
+        return True
+
+    def _accept_bare(self, link: MpiLink, kind: int, opened: bool) -> None:
+        if kind == HELLO:
+            link.greeted = True
+        elif kind == CREDIT:
+            self._news |= opened  # who waits to send has to know
+        else:
+            link.silent = True
+            if kind != FAREWELL and link.leaving is None:
+                link.leaving = _REASONS[kind]
+                if self._closed is None:
+                    self._send_bare(link, FAREWELL)
+                if not link.arriving:
+                    self._lose(link)
+
+    def _violation(self, link: MpiLink | None, what: str) -> None:
+        """Notes bytes that no honest peer sends, for the next `recv` to raise, and gives their sender up."""
+        if link is None:
+            fault = WireFormatError(f"a process of this job sent {what}", rank=self.rank)
+        else:
+            fault = WireFormatError(f"rank {link.rank} broke the transport protocol: {what}", rank=self.rank, peer=link.rank)
+            link.leaving = _BROKE
+            self._lose(link)
+        self._fault = self._fault or fault
+
+    # --- the end of peers, and ours
+
+    def _failed(self, link: MpiLink, error: MPI.Exception) -> None:
+        """An operation with this peer failed. It is lost once what it sent before is taken."""
+        link.silent = True
+        if link.leaving is None:
+            link.leaving = _DIED if is_process_failure(error) else describe(error)
+            self._news = True
+
+    def _part(self, failed: frozenset[int]) -> None:
+        for link in self._peers:
+            if link.dest in failed and link.leaving is None:
+                link.leaving, link.silent = _DIED, True
+            if link.leaving is not None and link.lost is None and not link.arriving:
+                self._lose(link)
+
+    def _lose(self, link: MpiLink) -> None:
+        if link.lost is None:
+            assert link.leaving is not None
+            self._news = True
+            link.lost = self._lost[link.rank] = link.leaving
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        return MappingProxyType(self._lost)
+
+    @property
+    def sent_bytes(self) -> Sequence[int]:
+        return self._sent_bytes
+
+    @property
+    def received_bytes(self) -> Sequence[int]:
+        return self._received_bytes
+
+    def wake(self) -> None:
+        self._woken = True
+
+    def close(self, linger_s: float = 1.0) -> None:
+        self._leave("this communicator is closed", GOODBYE, linger_s)
+
+    def vanish(self, linger_s: float) -> list[int]:
+        """Closes at the end of the process; the ranks that do not answer."""
+        self._leave("this process is ending", VANISHED, linger_s)
+        return [link.rank for link in self._peers if not link.silent]
+
+    def disown(self) -> None:
+        """Makes a forked child's copy refuse everything."""
+        if self._free.detach() is not None:
+            self._closed = "this communicator belongs to the process that forked this one; make a new one there"
+
+    def _leave(self, reason: str, kind: int, linger_s: float) -> None:
+        if self._free.detach() is None:
+            return
+        dismiss(self)
+        deadline = time.monotonic() + linger_s
+        with self.lock:
+            self._closed = reason
+            for link in self._peers:
+                if link.lost is None:
+                    self._send_bare(link, kind)
+        while not self._drained() and time.monotonic() < deadline:
+            time.sleep(_FIRST_SLEEP_S)
+        with self.lock:
+            self._world.leave_behind([request for link in self._peers for request in link.unfinished()])
+            self._inbox.close()
+
+    def _drained(self) -> bool:
+        """Takes and drops what still comes; whether everybody has gone or said that nothing more will, and has what we sent."""
+        with self.lock:
+            self._progress()
+            for frame in self._ready:
+                frame._link.released += 1  # a peer that is still sending must not overrun its window
+            self._ready.clear()
+            for link in self._peers:
+                link.forget_sent()
+            return all(link.silent and (link.lost or not link.unfinished()) for link in self._peers)
+
+    def _link(self, peer: int) -> MpiLink:
+        link = self._links[peer]
+        if self._closed is not None or link is None:
+            self._refuse(peer)
+        return link
+
+    def _refuse(self, peer: int) -> NoReturn:
+        if self._closed is not None:
+            raise CommunicatorAborted(self._closed, rank=self.rank)
+        raise ValueError(f"rank {peer} cannot send to itself")
+
+
+def _abandon(lock: Any, rank: int, links: Sequence[MpiLink], inbox: Inbox) -> None:
+    """What is left to do for a transport that was forgotten."""
+    if MPI.Is_finalized():
+        return
+    with lock:
+        for link in links:
+            if link.lost is None:
+                message = link.prefix(rank, VANISHED)
+                link.outgoing.append((inbox.world.comm.Isend([message, MPI.BYTE], link.dest, link.tag), message))
+        inbox.world.leave_behind([request for link in links for request in link.unfinished()])
+        inbox.close()
