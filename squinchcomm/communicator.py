@@ -95,6 +95,11 @@ class Communicator:
         state = "closed" if self._closed else "broken" if self._channel.failure else "open"
         return f"<Communicator rank {self.rank} of {self.world_size}, {self._transports[0].name}, {state}>"
 
+    @property
+    def sequence(self) -> int:
+        """Number of collectives that were called so far."""
+        return self._lane.sequence
+
     # --- reductions -------------------------------------------------------------------------------------------------
 
     def allreduce(
@@ -110,7 +115,8 @@ class Communicator:
 
         Args:
             array: Same shape and dtype on all ranks.
-            op: "sum", "avg", "min", "max" or "product".
+            op: "sum", "avg", "min", "max", "product"; "band", "bor" or "bxor" for integers and bool; "premul_sum", a sum of
+                what each rank has multiplied by a factor of its own.
             codec: Codec for the bytes on the wire, such as "squinch6"; None takes the configuration's.
             async_op: Return a Work at once.
             timeout_s: Seconds until `CollectiveTimeout`.
@@ -502,6 +508,7 @@ class Communicator:
             nbytes=data.nbytes,
             reduction=reduction,
             min_compress_bytes=self.config.min_compress_bytes,
+            compress=self.config.compress,
         )
         if reason is not None:
             self.stats.uncompressed[reason] += 1

@@ -163,6 +163,13 @@ class Config:
         "none, bf16, int8, squinch6, squinch6-sr or another codec's name",
         "how gradients are compressed; none sends every bit of them",
     )
+    compress: str = _setting(
+        "SQUINCH_COMPRESS",
+        "auto",
+        _choice("auto", "explicit", "off"),
+        "auto, explicit or off",
+        "auto compresses sums and averages with the codec above, explicit only where a call asks, off nothing",
+    )
     min_compress_bytes: int = _setting(
         "SQUINCH_MIN_COMPRESS_BYTES",
         64 * 1024,

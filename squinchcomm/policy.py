@@ -10,34 +10,45 @@ from squinchcomm.kernels.codec import Codec
 from squinchcomm.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, dtype_name
 
 _COMPRESSIBLE = (FLOAT32, FLOAT16, BFLOAT16)
+_LINEAR = ("", "sum", "avg", "premul_sum")
+
+
+def misfit(dtype: np.dtype, reduction: str, *, asked: bool) -> str | None:
+    """Why elements cannot be compressed: "dtype" or "op"; None if they can. float64 can only where the call asks for it."""
+    if dtype not in _COMPRESSIBLE and not (asked and dtype == FLOAT64):
+        return "dtype"
+    return None if reduction in _LINEAR else "op"
 
 
 def choose_codec(
-    requested: str | None, default: str, *, dtype: np.dtype, nbytes: int, reduction: str, min_compress_bytes: int
+    requested: str | None,
+    default: str,
+    *,
+    dtype: np.dtype,
+    nbytes: int,
+    reduction: str,
+    min_compress_bytes: int,
+    compress: str = "auto",
 ) -> tuple[Codec, str | None]:
-    """The codec of one call, and, if a lossy codec was wanted but is not used, the reason: "small", "dtype", "op".
+    """The codec of one call, and, if a lossy codec was wanted but is not used, the reason.
 
-    The communicator's default codec yields to lossless wherever compression makes no sense. A codec named in the call
-    does so for small arrays alone: an element type or reduction that it cannot serve is an error.
+    Reasons are "off" and "explicit" (what `compress` says), "dtype", "op" and "small". The communicator's default codec yields to
+    lossless wherever compression makes no sense. A codec named in the call does so where it is switched off and for
+    small arrays alone: an element type or reduction that it cannot serve is an error.
 
     Raises:
         ConfigError: the codec named in the call is unknown or cannot serve the call.
     """
-    explicit = requested is not None
+    asked = requested is not None
     codec = get_codec(requested if requested is not None else default)
     if codec.lossless:
         return codec, None
-    reason = None
-    if dtype not in _COMPRESSIBLE and not (explicit and dtype == FLOAT64):
-        reason = "dtype"
-        what = f"{dtype_name(dtype)} arrays"
-    elif reduction not in ("", "sum", "avg"):
-        reason = "op"
-        what = f"the reduction {reduction!r}"
-    elif nbytes < min_compress_bytes:
-        return get_codec("none"), "small"
+    reason = "off" if compress == "off" else "explicit" if compress == "explicit" and not asked else None
     if reason is None:
-        return codec, None
-    if explicit:
-        raise ConfigError(f"codec {codec.name!r} cannot serve {what}; leave codec out or pass codec='none'")
-    return get_codec("none"), reason
+        reason = misfit(dtype, reduction, asked=asked)
+        if reason is not None and asked:
+            what = f"{dtype_name(dtype)} arrays" if reason == "dtype" else f"the reduction {reduction!r}"
+            raise ConfigError(f"codec {codec.name!r} cannot serve {what}; leave codec out or pass codec='none'")
+        if reason is None and nbytes < min_compress_bytes:
+            reason = "small"
+    return (codec, None) if reason is None else (get_codec("none"), reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from squinchcomm.errors import CollectiveTimeout
 
@@ -23,6 +24,9 @@ class Work:
         self._rank = rank
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._step: Callable[[], None] | None = None
+        self._listeners: list[Callable[[], None]] = []
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until the call has finished and its arrays may be used.
@@ -49,8 +53,43 @@ class Work:
         """What the call raised, or None: also while it runs."""
         return self._error
 
+    def then(self, step: Callable[[], None]) -> None:
+        """Makes `step` the last part of the call: it runs before waiters return, and what it raises is the call's error.
+
+        Once, before anybody waits. It runs in the thread that ends the call, or here if that has happened; not after a failure.
+        """
+        with self._lock:
+            if not self._done.is_set():
+                self._step = step
+                return
+        if self._error is None:
+            self._error = _raised_by(step)
+
+    def on_done(self, listener: Callable[[], None]) -> None:
+        """Runs `listener` when the call has ended, well or not: in the thread that ends it, or here if that has happened."""
+        with self._lock:
+            if not self._done.is_set():
+                self._listeners.append(listener)
+                return
+        listener()
+
     def finish(self, error: BaseException | None = None, source: int | None = None) -> None:
         """Called by the communicator, once."""
-        self._error = error
         self.source = source
-        self._done.set()
+        with self._lock:  # `then` is either before this step is looked up or after everything
+            if error is None and self._step is not None:
+                error = _raised_by(self._step)
+            self._step = None
+            self._error = error
+            self._done.set()
+        for listener in self._listeners:
+            listener()
+        self._listeners.clear()
+
+
+def _raised_by(step: Callable[[], None]) -> BaseException | None:
+    try:
+        step()
+    except BaseException as error:
+        return error
+    return None
