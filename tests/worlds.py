@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from squinchcomm.bootstrap import join
 from squinchcomm.communicator import Communicator
 from squinchcomm.config import Config
@@ -15,6 +17,11 @@ from squinchcomm.transport.registry import get_backend
 from tests.conformance.faulty import Damage, FaultyBackend
 
 WORLD_SIZES = (1, 2, 3, 5, 8)
+
+
+def ones(count: int, dtype: Any = np.float32) -> np.ndarray:
+    """An array for calls of which only the end matters."""
+    return np.ones(count, dtype)
 
 
 def run_world(

@@ -1,0 +1,266 @@
+"""Every wait ends: deadlines, aborts, closed communicators, exceptions, interrupts and forks, told to those who wait."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from squinchcomm.collectives import wire
+from squinchcomm.communicator import Communicator
+from squinchcomm.errors import (
+    CollectiveTimeout,
+    CommunicatorAborted,
+    PeerLost,
+)
+from tests.conformance.collective_checks import random_array
+from tests.worlds import ones, outcomes, run_world
+
+
+@pytest.mark.parametrize("transport", ["inproc", "zmq"])
+def test_a_rank_that_does_not_call_is_named_after_the_timeout(transport: str) -> None:
+    def body(comm: Communicator) -> float:
+        started = time.monotonic()
+        if comm.rank == 1:
+            time.sleep(1.5)
+            with pytest.raises((CollectiveTimeout, PeerLost)):  # noqa: PT012
+                comm.allreduce(ones(5))  # the others' contributions came in time, so this may still succeed
+                comm.barrier()
+        else:
+            with pytest.raises(CollectiveTimeout, match="rank 1") as caught:
+                comm.allreduce(ones(5), timeout_s=0.5)
+            assert caught.value.op == "allreduce" and caught.value.sequence == 1
+        took = time.monotonic() - started
+        with pytest.raises(CommunicatorAborted, match="CollectiveTimeout"):
+            comm.barrier()
+        time.sleep(max(0.0, started + 2.0 - time.monotonic()))
+        return took
+
+    took = run_world(3, body, transport=transport)
+    assert took[0] < 1.5 and took[2] < 1.5
+
+
+@pytest.mark.parametrize("transport", ["inproc", "zmq"])
+def test_abort_frees_a_waiting_rank_and_its_peers(transport: str) -> None:
+    freed: dict[int, float] = {}
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+
+            def end() -> None:
+                freed[-1] = time.monotonic()
+                comm.abort("enough")
+                comm.abort("again")
+
+            threading.Timer(0.3, end).start()
+        if comm.rank == 2:
+            time.sleep(1.0)
+        with pytest.raises(CommunicatorAborted, match="enough"):
+            comm.allreduce(ones(100_000))
+        freed[comm.rank] = time.monotonic()
+
+    run_world(3, body, transport=transport)
+    assert freed[0] - freed[-1] < 0.5
+    assert freed[1] - freed[-1] < 0.5
+
+
+def test_abort_ends_pending_async_calls_and_messages() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            time.sleep(0.8)
+            return
+        works = [comm.allreduce(ones(10), async_op=True) for _ in range(5)]
+        box = comm.recv(ones(3), 1, async_op=True)
+        threading.Timer(0.2, comm.abort).start()
+        started = time.monotonic()
+        for work in [*works, box]:
+            with pytest.raises(CommunicatorAborted):
+                work.wait(2.0)
+            assert isinstance(work.exception(), CommunicatorAborted)
+        assert time.monotonic() - started < 0.8
+
+    run_world(2, body)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "zmq"])
+def test_a_rank_that_closes_is_lost_to_those_who_wait(transport: str) -> None:
+    def body(comm: Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 2:
+            return
+        with pytest.raises(PeerLost, match=r"rank 2.*closed its communicator") as caught:
+            comm.allreduce(ones(50_000))
+        assert caught.value.peer == 2
+
+    run_world(3, body, transport=transport)
+
+
+def test_a_rank_that_is_done_may_close_while_others_finish() -> None:
+    def body(comm: Communicator) -> None:
+        for index in range(20):
+            comm.allreduce(random_array(comm.rank, 40_000 + index))
+
+    for _ in range(5):
+        run_world(3, body, transport="zmq")
+
+
+def test_an_exception_in_a_with_block_tells_the_others_why() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            with comm:
+                raise ZeroDivisionError("mine")
+        comm.barrier()
+
+    for transport in ("inproc", "zmq"):
+        results = outcomes(3, body, transport=transport)
+        assert isinstance(results[0], ZeroDivisionError)
+        for result in results[1:]:
+            assert isinstance(result, CommunicatorAborted)
+            assert "ZeroDivisionError: mine" in str(result)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "zmq"])
+def test_abort_of_an_idle_rank_reaches_those_who_wait_for_it(transport: str) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            time.sleep(0.3)
+            comm.abort("no more")
+            time.sleep(0.8)
+        else:
+            started = time.monotonic()
+            with pytest.raises(CommunicatorAborted, match="no more"):
+                comm.allreduce(ones(1000), timeout_s=5.0)
+            assert time.monotonic() - started < 1.0
+
+    run_world(3, body, transport=transport)
+
+
+def test_abort_and_deadline_are_noticed_while_frames_keep_coming() -> None:
+    def body(comm: Communicator) -> None:
+        array = ones(16 << 20, np.uint8)
+        started = time.monotonic()
+        timer = threading.Timer(0.5, comm.abort)
+        if comm.rank == 1:
+            timer.start()
+        with pytest.raises(CommunicatorAborted):  # noqa: PT012
+            while time.monotonic() - started < 5.0:
+                comm.broadcast(array)
+        timer.cancel()
+        assert time.monotonic() - started < 2.0
+
+    run_world(2, body, transport="zmq")
+
+
+def test_a_failure_is_told_to_a_peer_whose_window_is_full() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 2:
+            time.sleep(2.0)
+            return
+        started = time.monotonic()
+        with pytest.raises(CollectiveTimeout, match="on rank 0"):
+            comm.allreduce(ones(8 << 20), timeout_s=0.7 if comm.rank == 0 else 8.0)
+        assert time.monotonic() - started < 2.0
+        time.sleep(max(0.0, started + 2.0 - time.monotonic()))
+
+    run_world(3, body, transport="zmq", chunk_bytes=64 << 10)
+
+
+def test_a_synchronous_call_behind_others_keeps_its_deadline() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            time.sleep(1.5)
+            return
+        pending = comm.allreduce(ones(10), async_op=True, timeout_s=30.0)
+        started = time.monotonic()
+        with pytest.raises(CollectiveTimeout):
+            comm.barrier(timeout_s=0.5)
+        assert time.monotonic() - started < 1.0
+        with pytest.raises(CommunicatorAborted):
+            pending.wait(2.0)
+
+    run_world(2, body)
+
+
+def test_close_lets_pending_calls_finish_and_ends_those_that_cannot() -> None:
+    def body(comm: Communicator) -> None:
+        works = [comm.allreduce(ones(300_000), async_op=True) for _ in range(20)]
+        comm.close()
+        for work in works:
+            work.wait(0.0)
+
+    run_world(3, body, transport="zmq")
+
+    def stuck(comm: Communicator) -> None:
+        if comm.rank == 1:
+            time.sleep(2.5)
+            return
+        work = comm.allreduce(ones(300_000), async_op=True, timeout_s=60.0)
+        started = time.monotonic()
+        comm.close()
+        assert time.monotonic() - started < 2.0
+        with pytest.raises(CommunicatorAborted):
+            work.wait(0.0)
+
+    run_world(2, stuck, transport="zmq", timeout_s=1.0)
+
+
+def test_calls_after_close_are_refused_at_once() -> None:
+    def body(comm: Communicator) -> None:
+        lane = comm._lane
+        comm.close()
+        for async_op in (False, True):
+            with pytest.raises(CommunicatorAborted):
+                lane.submit(wire.Signature("barrier"), lambda call: None, 0, async_op, 1.0)
+
+    run_world(2, body)
+
+
+def test_closing_while_another_thread_is_in_a_call() -> None:
+    def body(comm: Communicator) -> None:
+        ended: list[BaseException | None] = []
+
+        def work() -> None:
+            try:
+                while True:
+                    comm.allreduce(ones(100_000), timeout_s=5.0)
+            except (CommunicatorAborted, PeerLost) as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        time.sleep(0.05 + 0.02 * comm.rank)
+        comm.close()
+        thread.join(10.0)
+        assert ended
+
+    for _ in range(6):
+        run_world(3, body, transport="zmq", timeout_s=5.0)
+
+
+def test_interrupts_leave_the_communicator_usable_or_broken_but_never_stuck() -> None:
+    script = Path(__file__).parent / "interrupted.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "interrupts" in done.stdout
+
+
+def test_a_forked_child_is_told_to_make_its_own() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            child = os.fork()
+            if child == 0:
+                try:
+                    comm.barrier()
+                except CommunicatorAborted as error:
+                    os._exit(7 if "forked child" in str(error) else 1)
+                os._exit(2)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        comm.barrier()
+
+    run_world(2, body)
