@@ -6,6 +6,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from squinchcomm.communicator import Communicator, Endpoints
 from squinchcomm.config import Config, configure_logging
 from squinchcomm.errors import ConfigError, MismatchError
 from squinchcomm.launch import LaunchInfo, detect
+from squinchcomm.mpi_launch import enter, greet, wants_mpi
 from squinchcomm.transport.base import Backend, Listener
 from squinchcomm.transport.options import TransportOptions, parse_rate
 from squinchcomm.transport.registry import get_backend
@@ -30,6 +32,7 @@ def init(
     world_size: int | None = None,
     address: str | None = None,
     *,
+    comm: Any = None,
     config: Config | None = None,
     **settings: Any,
 ) -> Communicator:
@@ -40,6 +43,8 @@ def init(
             the world has one rank.
         world_size: Number of ranks; as `rank`.
         address: Where rank 0 meets the others: "tcp://host:port", or "ipc://@name" on one machine; as `rank`.
+        comm: An `mpi4py.MPI.Intracomm` whose ranks, all of which call this, form the group; a duplicate of it is used. Bytes travel
+            over MPI unless a setting names another transport.
         config: Settings; None reads the SQUINCH_* environment.
         settings: Single settings by field name of `Config`, such as `codec="squinch6"`; they win over the environment.
 
@@ -51,7 +56,9 @@ def init(
         config = Config.from_env(**settings)
     elif settings:
         raise ConfigError(f"give config or single settings, not both: {', '.join(settings)}")
-    info = detect(rank, world_size, address)
+    info = None if wants_mpi(config, comm) else detect(rank, world_size, address)
+    if info is None or wants_mpi(config, comm, info):
+        return _init_over_mpi(comm, rank, world_size, config)
     configure_logging(config.debug, info.rank)
     log.info("rank %d of %d from %s, meeting at %s", info.rank, info.world_size, info.source, info.address)
     if info.world_size == 1:
@@ -75,6 +82,27 @@ def init(
         )
 
     return join(backend, info.rank, exchange, config)
+
+
+def _init_over_mpi(comm: Any, rank: int | None, world_size: int | None, config: Config) -> Communicator:
+    """`init` where ranks meet through MPI, whatever carries their bytes."""
+    timeout_s = config.connect_timeout_s
+    if comm is not None and config.sources["transport"] == "default":
+        config = replace(config, transport="mpi", sources={**config.sources, "transport": "argument"})
+    world, info = enter(comm, rank, world_size, timeout_s)
+    configure_logging(config.debug, info.rank)
+    log.info("rank %d of %d from %s, meeting through MPI", info.rank, info.world_size, info.source)
+    if info.world_size == 1:
+        return join(get_backend("inproc"), 0, lambda blob: [blob], config)
+    elsewhere, key = greet(world, config, timeout_s)
+    options = transport_options(config, replace(info, address=elsewhere))
+    if config.transport == "mpi":
+        from squinchcomm.transport.mpi_backend import MpiBackend
+
+        backend: Backend = MpiBackend(options, world)
+    else:
+        backend = get_backend(config.transport, options if key is None else replace(options, key=key))
+    return join(backend, info.rank, lambda blob: world.exchange(blob, timeout_s), config)
 
 
 def transport_options(config: Config, info: LaunchInfo) -> TransportOptions:

@@ -24,7 +24,8 @@ class LaunchInfo:
         world_size: Number of ranks.
         local_rank: Index of this rank among those of its machine; 0 if the launcher does not tell.
         local_world_size: Number of ranks on this machine; 1 if the launcher does not tell.
-        address: Where rank 0 meets the others, "tcp://HOST:PORT" or "ipc://@NAME"; None in a world of one without an address.
+        address: Where rank 0 meets the others, "tcp://HOST:PORT" or "ipc://@NAME"; None in a world of one without an address, and
+            where MPI started ranks on several machines: they meet through MPI.
         job_token: Equal on all ranks of a job. A secret only if it came from SQUINCH_JOB_TOKEN; "" if nothing names the job.
         source: "arguments", "squinchcomm run", "torchrun", "kubeflow", "openmpi", "mpich", "slurm" or "none".
     """
@@ -51,6 +52,7 @@ class _Found:
     local_job: str = ""  # names it among the ranks of one machine; `job` if empty
     remote_address: str | None = None  # for a job of several machines
     missing: str = "set SQUINCH_ADDRESS=tcp://HOST:PORT to a free port on rank 0's machine"
+    by_mpi: bool = False  # ranks can meet through MPI
 
 
 def detect(
@@ -102,11 +104,13 @@ def _from_launcher(environ: Environ) -> tuple[str, _Found]:
     return "none", _Found(0, 1, 0, 1, "")
 
 
-def _launcher_address(found: _Found) -> str:
+def _launcher_address(found: _Found) -> str | None:
     job = found.local_job or found.job
     if job and found.local_world_size == found.world_size:
         # An abstract socket needs no port, so that two jobs on a machine cannot collide; its name has room for 107 bytes.
         return f"ipc://@squinchcomm-{os.getuid()}-{hashlib.sha256(job.encode()).hexdigest()[:16]}"
+    if found.by_mpi:
+        return None
     if found.remote_address is None:
         raise ConfigError(f"{found.names} say there are {found.world_size} ranks, but not where they meet: {found.missing}")
     _check_address(found.remote_address)
@@ -227,7 +231,7 @@ def _from_openmpi(environ: Environ) -> _Found | None:
         local_world_size=_integer(environ, "OMPI_COMM_WORLD_LOCAL_SIZE"),
         names="OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE",
         job=_plain("ompi", environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")),
-        missing="run mpirun with `-x SQUINCH_ADDRESS=tcp://HOST:PORT`, a free port on rank 0's machine",
+        by_mpi=True,
     )
 
 
@@ -246,7 +250,7 @@ def _from_mpich(environ: Environ) -> _Found | None:
         job=_plain("pmi", environ.get("PMI_JOBID")),
         # Hydra puts no job id into the environment, but its proxy is the ancestor of all ranks of a machine.
         local_job=_plain("pmi", environ.get("PMI_JOBID") or _ancestor("hydra_pmi_proxy")),
-        missing="run mpiexec with `-genv SQUINCH_ADDRESS tcp://HOST:PORT`, a free port on rank 0's machine",
+        by_mpi=True,
     )
 
 

@@ -36,14 +36,13 @@ class MpiAddress(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
 
 
 class MpiListener(Listener):
-    """Two tags, and receives posted for the first of them."""
+    """A tag that nobody else has."""
 
     def __init__(self, world: MpiWorld, options: TransportOptions) -> None:
         self._world = world
         self._options = options
-        self._tag, _ = world.take_tags()
+        self._tag = world.take_tag()
         self._lock = world.lock()
-        self._inbox: Inbox | None = None
         self._own = MpiAddress(
             version=_ADDRESS_VERSION,
             world=world.identity,
@@ -62,6 +61,8 @@ class MpiListener(Listener):
             raise RuntimeError("this listener is closed or already connected")
         self._open = False
         deadline = time.monotonic() + timeout_s
+        if len(addresses) > self._world.most_ranks:
+            raise ConfigError(f"a group of {len(addresses)} ranks; {self._world.most_ranks} is the most in this MPI job")
         group = [self._read(blob, peer) for peer, blob in enumerate(addresses)]
         if group[rank] != self._own:
             raise ConfigError(f"rank {rank} listens elsewhere than at addresses[{rank}]")
@@ -109,6 +110,10 @@ class MpiBackend(Backend):
         """Without a `world` all processes of MPI_COMM_WORLD make their first backend together."""
         if options.link_rate is not None:
             raise ConfigError("the mpi transport cannot limit its link's rate: unset link_rate (SQUINCH_LINK_RATE)")
+        if options.security == "curve":
+            raise ConfigError(
+                "MPI does not encrypt: set security (SQUINCH_SECURITY) to auto on a network that you trust, or use the zmq transport"
+            )
         self._options = options
         self._world = world if world is not None else join_world(None, _JOIN_TIMEOUT_S)
 

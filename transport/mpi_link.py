@@ -36,7 +36,7 @@ class MpiLink:
     Attributes:
         rank: Its rank in the group.
         dest: Its rank in the MPI communicator.
-        tag: Where it receives the first message of each frame; payloads go to `tag + 1`.
+        tag: Where it receives the first message of each frame; a payload of rank r goes to `tag + 1 + r`.
         session: What it wants to read in the prefix.
         arriving: Its frames that are not complete, and those behind them.
         outgoing: Requests of messages to it that are ours, with their memory.

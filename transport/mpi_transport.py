@@ -62,7 +62,7 @@ class MpiFrame(Frame):
 
 
 class MpiTransport(Transport):
-    """One endpoint of an MPI process: two tags of the world's communicator, and a link to each peer."""
+    """One endpoint of an MPI process: its tags of the world's communicator, and a link to each peer."""
 
     name = "mpi"
     encrypted = False
@@ -144,7 +144,7 @@ class MpiTransport(Transport):
                 self._put(link, b"".join((prefix, header, payload)))
             else:
                 self._put(link, link.prefix(self.rank, SPLIT, header_bytes, size) + header)
-                self._put(link, memoryview(payload).cast("B"), tag=link.tag + 1, borrow=borrow)
+                self._put(link, memoryview(payload).cast("B"), tag=link.tag + 1 + self.rank, borrow=borrow)
 
     def flush(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -283,7 +283,8 @@ class MpiTransport(Transport):
         buffer = self._inbox.borrow(nbytes)
         view = memoryview(buffer)[:nbytes]
         self._received_bytes[link.rank] += nbytes
-        return Arrival(header, view.toreadonly(), buffer, self._comm.Irecv([view, MPI.BYTE], link.dest, self._inbox.tag + 1))
+        request = self._comm.Irecv([view, MPI.BYTE], link.dest, self._inbox.tag + 1 + link.rank)
+        return Arrival(header, view.toreadonly(), buffer, request)
 
     def _arrive(self, link: MpiLink, arrival: Arrival) -> None:
         """Hands a frame on, in its turn."""

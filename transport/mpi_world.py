@@ -21,8 +21,9 @@ except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI li
     ) from error
 
 MAX_BLOB_BYTES = 64 << 10
-_MEETING_TAGS = 1024  # below the tags of endpoints; meetings take two each, in turns
-_MOST_PAIRS = 1 << 20
+_MEETING_TAGS = 2048  # below the tags of endpoints; meetings take two each, in turns
+_LEAST_RANKS = 64
+_LEAST_TAG_UB = 32767  # that MPI guarantees
 _POLL_S = 0.001
 _LOOK_EVERY_S = 0.05
 _GRACE_S = 1.0  # rank 0 tells the others of a meeting that failed this much before they would give up themselves
@@ -41,6 +42,7 @@ class MpiWorld:
     Attributes:
         comm: The duplicate.
         identity: 16 bytes, the same on all its ranks and unlike those of any other.
+        most_ranks: How many a group can have; more than there are processes if several ranks are threads of one.
         serialized: MPI was initialised with MPI_THREAD_SERIALIZED: only one thread may be in MPI at a time.
     """
 
@@ -55,7 +57,8 @@ class MpiWorld:
         self._guard = self._lock if self.serialized else nullcontext()
         self._meetings = 0
         self._endpoints = 0
-        self._pairs = min((int(comm.Get_attr(MPI.TAG_UB) or 32767) - 2 * _MEETING_TAGS) // 2, _MOST_PAIRS)
+        self.most_ranks = max(self.size, _LEAST_RANKS)
+        self._places = (int(comm.Get_attr(MPI.TAG_UB) or _LEAST_TAG_UB) - _MEETING_TAGS) // (self.most_ranks + 1)
         self._failed: frozenset[int] = frozenset()
         self._looked_at = 0.0
         self._watches = True
@@ -64,12 +67,16 @@ class MpiWorld:
         """A lock to hold around calls into MPI: one of its own for each caller, or the same for all with SERIALIZED."""
         return self._lock if self.serialized else threading.RLock()
 
-    def take_tags(self) -> tuple[int, int]:
-        """Two tags that no endpoint of this process uses, unless there are some hundred thousands."""
+    def take_tag(self) -> int:
+        """A tag for an endpoint of this process, and as many behind it as a group can have ranks.
+
+        Tags come back after all others have been used: hundreds of times with the fewest tags that MPI allows, millions with what
+        Open MPI and MPICH have. A message of an endpoint before would be noticed by its session.
+        """
         with self._lock:
-            pair = self._endpoints % self._pairs
+            place = self._endpoints % self._places
             self._endpoints += 1
-        return 2 * (_MEETING_TAGS + pair), 2 * (_MEETING_TAGS + pair) + 1
+        return _MEETING_TAGS + place * (self.most_ranks + 1)
 
     def leave_behind(self, requests: list[tuple[MPI.Request, Any]]) -> None:
         """Keeps the memory of requests that may never complete for as long as MPI may touch it."""
@@ -110,7 +117,7 @@ class MpiWorld:
         """
         if len(blob) > MAX_BLOB_BYTES:
             raise ValueError(f"a blob of {len(blob)} bytes; at most {MAX_BLOB_BYTES} are allowed")
-        tag = 2 * (self._meetings % _MEETING_TAGS)
+        tag = 2 * self._meetings % _MEETING_TAGS
         self._meetings += 1
         with _mapped(self.rank):
             return self._preside(blob, tag, timeout_s) if self.rank == 0 else self._attend(blob, tag, timeout_s)
