@@ -331,7 +331,7 @@ class Communicator:
                 f"input_counts[{self.rank}] is {sends[self.rank]} but output_counts[{self.rank}] is {takes[self.rank]}: "
                 "a rank's part for itself has one size"
             )
-        # Part sizes differ from rank to rank, so the signature cannot hold them; each payload is checked against the plan.
+        # Part sizes differ from rank to rank, so the signature cannot hold them; receivers compare them.
         signature = Signature("all_to_all", "", source.data.dtype)
 
         def body(call: Call) -> None:
@@ -445,7 +445,7 @@ class Communicator:
         self._check_process()
         if not self._closed:
             self._lane.abort(reason)
-            self._messages.stop(CommunicatorAborted(f"aborted: {reason}", rank=self.rank))
+            self._messages.stop(CommunicatorAborted(f"aborted: {reason}", rank=self.rank), tell_peers=True)
 
     def close(self) -> None:
         """Finishes pending calls, says goodbye to peers, frees sockets and threads. Idempotent."""
@@ -456,7 +456,7 @@ class Communicator:
         if self._pid != os.getpid():
             return
         idle = self._lane.close(self.config.timeout_s)
-        quiet = self._messages.stop(CommunicatorAborted("the communicator was closed", rank=self.rank))
+        quiet = self._messages.stop(CommunicatorAborted("the communicator was closed", rank=self.rank), tell_peers=False)
         for transport, unused in zip(self._transports, (idle, quiet), strict=True):
             if unused:
                 transport.close()

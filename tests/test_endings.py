@@ -14,11 +14,7 @@ import pytest
 
 from squinchcomm.collectives import wire
 from squinchcomm.communicator import Communicator
-from squinchcomm.errors import (
-    CollectiveTimeout,
-    CommunicatorAborted,
-    PeerLost,
-)
+from squinchcomm.errors import CollectiveTimeout, CommunicatorAborted, PeerLost
 from tests.conformance.collective_checks import random_array
 from tests.worlds import ones, outcomes, run_world
 

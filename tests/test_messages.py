@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from squinchcomm.arrays import Flat
+from squinchcomm.collectives import wire
 from squinchcomm.communicator import Communicator
-from squinchcomm.errors import (
-    CollectiveTimeout,
-    MismatchError,
-)
-from tests.worlds import ones, run_world
+from squinchcomm.errors import CollectiveTimeout, CommunicatorAborted, MismatchError, WireFormatError
+from squinchcomm.transport.base import Frame
+from tests.conformance.faulty import LooseFrame
+from tests.worlds import ones, outcomes, run_world
 
 
 def test_messages_that_do_not_fit_fail_on_both_sides_and_the_rest_goes_on() -> None:
@@ -106,3 +106,64 @@ def test_any_source_waits_for_those_who_are_left() -> None:
             comm.send(5 * ones(2), 0, 1)
 
     run_world(3, body, transport="zmq")
+
+
+class FlippedMessage:
+    """Flips a bit of the payload of the first frame of a message from rank `peer`; `fired` proves it."""
+
+    def __init__(self, peer: int, kind: int) -> None:
+        self.peer = peer
+        self.kind = kind
+        self.fired = 0
+
+    def __call__(self, frame: Frame) -> list[Frame]:
+        header = bytes(frame.header)
+        is_message = wire.read_header(header).op == wire.OP_CODES["send"]
+        if self.fired or not is_message or frame.peer != self.peer or header[wire.KIND_BYTE] != self.kind:
+            return [frame]
+        self.fired += 1
+        payload = bytearray(frame.payload)
+        payload[-1] ^= 1
+        return [LooseFrame(frame, frame.peer, header, bytes(payload))]
+
+
+@pytest.mark.parametrize("transport", ["inproc", "zmq"])
+@pytest.mark.parametrize("kind", [wire.ANNOUNCE, wire.DATA])
+def test_a_damaged_message_is_the_same_error_for_all_who_wait(kind: int, transport: str) -> None:
+    damage = FlippedMessage(0, kind)
+    started = time.monotonic()
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.send(ones(300_000), 1)
+        elif comm.rank == 1:
+            comm.recv(ones(300_000), 0)
+        else:
+            comm.recv(ones(3), 1)  # which will not come
+
+    results = outcomes(3, body, transport=transport, damage={1: damage}, timeout_s=20.0)
+    assert damage.fired == 1
+    assert time.monotonic() - started < 5.0
+    for result in results:
+        assert isinstance(result, WireFormatError), results
+        assert "a frame from rank 0 is damaged" in str(result)
+        assert "on rank 1" in str(result)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "zmq"])
+def test_an_abort_reaches_those_who_wait_for_a_message(transport: str) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            time.sleep(0.3)
+            comm.abort("no more")
+            time.sleep(0.5)
+            return
+        started = time.monotonic()
+        with pytest.raises(CommunicatorAborted, match="no more") as caught:
+            comm.recv(ones(3), 0, timeout_s=10.0)
+        assert time.monotonic() - started < 1.0
+        assert caught.value.peer == 0
+        with pytest.raises(CommunicatorAborted, match="not started"):
+            comm.send(ones(3), 0)
+
+    run_world(3, body, transport=transport)

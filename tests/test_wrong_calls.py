@@ -12,14 +12,10 @@ import pytest
 from squinchcomm.collectives import wire
 from squinchcomm.collectives.channel import codec_name
 from squinchcomm.communicator import Communicator
-from squinchcomm.errors import (
-    ConfigError,
-    MismatchError,
-)
+from squinchcomm.errors import ConfigError, MismatchError
 from tests.worlds import ones, outcomes, run_world
 
 Call = Callable[[Communicator], Any]
-
 
 MISMATCHES: dict[str, tuple[Call, Call, str]] = {
     "op": (lambda c: c.allreduce(ones(10)), lambda c: c.all_gather(ones(30), ones(10)), "all_gather"),
@@ -97,6 +93,36 @@ BAD_INPUT: dict[str, tuple[Call, type[Exception], str]] = {
     "overlap of scatter": (lambda c: (lambda a: c.scatter(a[1:3], a, root=c.rank))(ones(4)), ValueError, "overlap"),
     "color": (lambda c: c.split(-1), ValueError, "color"),
 }
+
+
+# What rank 1 sends to ranks 0, 1 and 2, and what rank 0 expects from ranks 0, 1 and 2; all else is one element.
+PARTS = {
+    "nothing came": ([0, 1, 1], [1, 5, 1]),
+    "nothing expected": ([5, 1, 1], [1, 0, 1]),
+    "more": ([7, 1, 1], [1, 5, 1]),
+    "less": ([5, 1, 1], [1, 7, 1]),
+    "a chunk more": ([20_000, 1, 1], [1, 8192, 1]),
+    "a chunk less": ([8192, 1, 1], [1, 20_000, 1]),
+}
+
+
+@pytest.mark.parametrize("transport", ["inproc", "zmq"])
+@pytest.mark.parametrize("kind", list(PARTS))
+def test_parts_of_all_to_all_that_do_not_fit(kind: str, transport: str) -> None:
+    sends, takes = PARTS[kind]
+    started = time.monotonic()
+
+    def body(comm: Communicator) -> None:
+        outgoing = sends if comm.rank == 1 else [1, 1, 1]
+        incoming = takes if comm.rank == 0 else [1, 1, 1]
+        comm.all_to_all(ones(sum(incoming)), ones(sum(outgoing)), output_counts=incoming, input_counts=outgoing)
+        comm.barrier()  # who only sends learns of it in its next call at the latest
+
+    results = outcomes(3, body, transport=transport, timeout_s=20.0, chunk_bytes=32 << 10)
+    assert time.monotonic() - started < 5.0
+    for result in results:
+        assert isinstance(result, MismatchError), results
+        assert "rank 1 sends" in str(result) and "to rank 0, which expects" in str(result)
 
 
 @pytest.mark.parametrize("kind", list(BAD_INPUT))

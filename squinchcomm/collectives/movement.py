@@ -9,15 +9,20 @@ import numpy as np
 from squinchcomm.collectives.call import Call
 from squinchcomm.collectives.channel import Parcel, Piece, make_parcel
 from squinchcomm.collectives.plan import MAX_CHUNK_BYTES, Plan
+from squinchcomm.errors import MismatchError
 
-MOVE, FORWARD = 0, 1
+MOVE, FORWARD, LAST = 0, 1, 2
 
 # Larger broadcasts are scattered and passed on, so that the root sends the array once and not n - 1 times.
 RELAY_BYTES = 64 << 10
 
 
 class Movement:
-    """Byte ranges that go out to and come in from peers in chunks of one size."""
+    """Byte ranges that go out to and come in from peers in chunks of one size.
+
+    The last chunk of a range says that it is the last, and an empty range is one empty chunk: so ranks that disagree about a size,
+    which signatures cannot hold where it differs from peer to peer, learn of it at the first chunk that does not fit.
+    """
 
     def __init__(self, call: Call, chunk_bytes: int = 0) -> None:
         self.call = call
@@ -27,31 +32,50 @@ class Movement:
 
     def outgoing(self, peer: int, data: np.ndarray) -> None:
         """Sends `data`, uint8, to `peer`; to this rank itself it is `incoming` that copies."""
-        if data.size:
-            self.call.make(peer, self._parcels(peer, data))
+        self.call.make(peer, self._parcels(peer, data))
 
     def incoming(self, peer: int, out: np.ndarray) -> None:
         """Expects as many bytes as `out`, uint8, has from `peer`."""
         self._into[peer] = out
-        self.call.expect(peer, -(-out.size // self.chunk))
+        self.call.expect(peer, self._last(out) + 1)
 
     def run(self) -> None:
         """Moves everything."""
         self.call.run(self._place)
 
     def _parcels(self, peer: int, data: np.ndarray) -> Iterator[Parcel]:
-        for chunk, start in enumerate(range(0, data.size, self.chunk)):
-            yield self.call.lossless_parcel(MOVE, chunk, data[start : start + self.chunk], (peer,))
+        last = self._last(data)
+        for chunk in range(last + 1):
+            part = data[chunk * self.chunk : (chunk + 1) * self.chunk]
+            phase = LAST if chunk == last else MOVE
+            yield self.call.lossless_parcel(phase, chunk, part, (peer,)) if part.size else make_parcel(phase, chunk, b"")
+
+    def _last(self, data: np.ndarray) -> int:
+        return max(0, data.size - 1) // self.chunk
 
     def _place(self, piece: Piece) -> None:
         out = self._into[piece.peer]
         start = piece.chunk * self.chunk
-        due = min(self.chunk, out.size - start)
-        if piece.phase != MOVE or due <= 0 or piece.payload.size != due or (piece.peer, piece.chunk) in self._seen:
+        stop = start + piece.payload.size
+        if piece.phase not in (MOVE, LAST) or piece.payload.size > self.chunk or (piece.peer, piece.chunk) in self._seen:
             raise self.call.broken(piece, f"of {piece.payload.size} bytes does not fit the plan")
+        if stop > out.size or (piece.phase == LAST) != (stop == out.size):
+            raise self._mismatch(piece, stop, out.size)
         self._seen.add((piece.peer, piece.chunk))
-        out[start : start + due] = piece.payload
+        out[start:stop] = piece.payload
         piece.release()
+
+    def _mismatch(self, piece: Piece, sent: int, expected: int) -> MismatchError:
+        ticket, rank = self.call.ticket, self.call.rank
+        return MismatchError(
+            f"{ticket.op} #{ticket.sequence} on rank {rank}: rank {piece.peer} sends {'' if piece.phase == LAST else 'more than '}"
+            f"{sent} bytes to rank {rank}, which expects {expected}: input_counts[{rank}] there and output_counts[{piece.peer}] here "
+            "must be the same",
+            rank=rank,
+            peer=piece.peer,
+            op=ticket.op,
+            sequence=ticket.sequence,
+        )
 
 
 def barrier(call: Call) -> None:

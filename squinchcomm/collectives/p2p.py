@@ -6,7 +6,8 @@
 3. The sender sends the data in chunks, numbered like the announcement; the receiver, when it has all, answers "clear" again:
    the send is over, and its memory is the caller's.
 
-A thread of its own makes progress while calls are pending, independent of the collectives.
+A thread of its own makes progress while calls are pending, independent of the collectives. A message that fails leaves the others
+alone. What damages the whole lane (a corrupt frame, an abort) ends all messages, and the peers, once told, end theirs with the same error.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import msgspec
 import numpy as np
 
 from squinchcomm.collectives import wire
+from squinchcomm.collectives.failure import pack_failure, told_failure
 from squinchcomm.collectives.plan import MAX_CHUNK_BYTES
 from squinchcomm.collectives.wire import Signature
 from squinchcomm.errors import (
@@ -100,6 +102,7 @@ class PointToPoint:
         self._indices = {"out": [0] * transport.world_size, "in": [0] * transport.world_size}
         self._thread: threading.Thread | None = None
         self._stop: SquinchError | None = None
+        self._tell_peers = False
 
     def post(self, message: Message) -> None:
         """Starts a message; its Work finishes when its array may be used again."""
@@ -107,16 +110,25 @@ class PointToPoint:
             if self._stop is not None:
                 raise CommunicatorAborted(f"{message.work.op} not started: {self._stop}", rank=self._transport.rank)
             self._posted.append(message)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="squinchcomm-p2p", daemon=True)
-                self._thread.start()
+            self._need_thread()
             self._lock.notify_all()
         self._transport.wake()
 
-    def stop(self, reason: SquinchError) -> bool:
-        """Ends everything pending with `reason`; False if that does not end. Any thread; idempotent."""
+    def _need_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="squinchcomm-p2p", daemon=True)
+            self._thread.start()
+
+    def stop(self, reason: SquinchError, *, tell_peers: bool) -> bool:
+        """Ends everything pending with `reason`; False if that does not end. Any thread; idempotent.
+
+        With `tell_peers` those who wait for this rank raise the same; else they learn of it when the transport is closed.
+        """
         with self._lock:
-            self._stop = self._stop or reason
+            if self._stop is None:
+                self._stop, self._tell_peers = reason, tell_peers
+                if tell_peers and self._transport.world_size > 1:
+                    self._need_thread()
             self._lock.notify_all()
         self._transport.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -147,8 +159,20 @@ class PointToPoint:
                     error = CommunicatorAborted(f"point-to-point failed: {error!r}", rank=self._transport.rank)
                 with self._lock:
                     self._posted = posted + self._posted
-                    self._stop = stop = self._stop or error
-        self._end_all(stop)
+                    if self._stop is None:
+                        self._stop, self._tell_peers = error, True
+                    stop = self._stop
+        try:
+            if self._tell_peers:
+                self._send_failure(stop)
+        finally:
+            self._end_all(stop)
+
+    def _send_failure(self, error: SquinchError) -> None:
+        payload = pack_failure(error)
+        for peer in range(self._transport.world_size):
+            if peer != self._transport.rank and peer not in self._transport.lost:
+                self._send(peer, wire.ERROR, 0, payload, len(payload), urgent=True)
 
     def _start(self, message: Message) -> None:
         if not message.outgoing:
@@ -195,11 +219,13 @@ class PointToPoint:
                 sent = True
         return sent
 
-    def _send(self, peer: int, kind: int, number: int, payload: bytes | np.ndarray, nbytes: int) -> None:
+    def _send(
+        self, peer: int, kind: int, number: int, payload: bytes | np.ndarray, nbytes: int, *, urgent: bool = False
+    ) -> None:
         out = self._indices["out"]
         crc = wire.payload_crc(payload)
         header = wire.frame_header(self._heads[kind], out[peer], 0, number % wire.MAX_CHUNK, nbytes, crc)
-        self._transport.send(peer, header, payload)
+        self._transport.send(peer, header, payload, urgent=urgent)
         out[peer] += 1
         self._stats.sent_wire_bytes += nbytes + wire.HEADER_BYTES
 
@@ -214,6 +240,8 @@ class PointToPoint:
         self._indices["in"][peer] += 1
         self._stats.received_wire_bytes += payload.size + wire.HEADER_BYTES
         try:
+            if kind == wire.ERROR:
+                raise told_failure(payload, self._transport.rank, peer)
             if kind == wire.DATA:
                 self._take_data(peer, wire.frame_part(frame.header)[1], payload)
             elif kind == wire.ANNOUNCE:
