@@ -78,6 +78,8 @@ class Codec(ABC):
     def reduce(self, inputs: Sequence[Any], out: np.ndarray, *, scale: float = 1.0) -> np.ndarray:
         """Sums encoded and plain inputs in the order given, in float32, then multiplies by `scale`.
 
+        Where a sum may be too large for float32 a codec may divide the summands by a power of two first, so that its multiple is finite.
+
         Args:
             inputs: At least one. A float array of `out.size` elements is taken as it is (rounded to float32); a bytes-like
                 object or uint8 array is decoded. `out` itself may be among them.

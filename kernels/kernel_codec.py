@@ -21,7 +21,7 @@ from squinchcomm.kernels.arguments import (
 )
 from squinchcomm.kernels.codec import Codec
 from squinchcomm.kernels.compile import kernel
-from squinchcomm.kernels.dtypes import FLOAT32
+from squinchcomm.kernels.dtypes import FLOAT32, to_float32
 from squinchcomm.kernels.kinds import F32, F32_STREAMED, NOTHING, kind_of
 from squinchcomm.kernels.squinch6_tables import TABLES
 
@@ -76,7 +76,9 @@ class KernelCodec(Codec):
     def reduce(self, inputs: Sequence[Any], out: np.ndarray, *, scale: float = 1.0) -> np.ndarray:
         float_array(out, "out", writable=True)
         alive, descriptions = self._inputs(inputs, out.size, out.dtype)
-        self._sum(descriptions, out, scale)
+        if power := self._headroom(descriptions):
+            alive, descriptions = _divided(alive, descriptions, power)
+        self._sum(descriptions, out, scale * power if power else scale)
         del alive
         return out
 
@@ -86,8 +88,10 @@ class KernelCodec(Codec):
         count = element_count(count)
         out = byte_output(out, self.encoded_nbytes(count, FLOAT32))
         alive, descriptions = self._inputs(inputs, count, FLOAT32)
+        if power := self._headroom(descriptions):
+            alive, descriptions = _divided(alive, descriptions, power)
         seed = self._checked_seed(seed)
-        self._encode_sum(descriptions, count, out, scale, None, seed, FLOAT32)
+        self._encode_sum(descriptions, count, out, scale * power if power else scale, None, seed, FLOAT32)
         del alive
         return out
 
@@ -112,6 +116,10 @@ class KernelCodec(Codec):
 
     def _checked_seed(self, seed: int | None) -> int:
         return 0
+
+    def _headroom(self, inputs: Sequence[Input]) -> float:
+        """A power of two by which summands are divided, and the sum multiplied, where it might be too large for float32; or 0."""
+        return 0.0
 
     def _inputs(self, inputs: Sequence[Any], count: int, dtype: Any) -> tuple[list[np.ndarray], list[Input]]:
         if len(inputs) == 0:
@@ -139,6 +147,19 @@ class KernelCodec(Codec):
         if direct == _IN_OUTPUT and out.nbytes >= STREAMED_BYTES and place % 16 == 0:
             kind, direct = F32_STREAMED, _THROUGH_SCRATCH
         call_kernel(descriptions, out.size, kind, place, scale=scale, direct=direct)
+
+
+def _divided(arrays: list[np.ndarray], inputs: list[Input], power: float) -> tuple[list[np.ndarray], list[Input]]:
+    """The same summands, divided: encoded ones by their factor, others as copies."""
+    alive, divided = [], []
+    for array, (kind, address, factor) in zip(arrays, inputs, strict=True):
+        if array.dtype == np.uint8:
+            alive.append(array)
+            divided.append((kind, address, factor / power))
+        else:
+            alive.append(to_float32(array) * np.float32(1 / power))
+            divided.append(_plain_input(alive[-1]))
+    return alive, divided
 
 
 def _plain_input(array: np.ndarray) -> Input:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -22,6 +23,10 @@ from squinchcomm.kernels.squinch6_tables import (
     TILE_VALUES,
     TRAILER_BYTES,
 )
+
+# An exponent is that of the array's largest magnitude. If those of all encoded summands together lie below this, their sum cannot
+# carry even the largest float32 over the edge.
+_LARGE = 2.0**100
 
 _TRAILER = struct.Struct("<iI")  # exponent, reserved: 0
 
@@ -63,6 +68,10 @@ class Squinch6(KernelCodec):
             factor = math.ldexp(1.0, -exponent)
             call_kernel(inputs, count, kind, place, scale=scale, residual=residual, factor=factor, seed=seed)
         _TRAILER.pack_into(out.data, out.size - TRAILER_BYTES, exponent, 0)
+
+    def _headroom(self, inputs: Sequence[Input]) -> float:
+        largest = max((factor for kind, _, factor in inputs if kind == SQUINCH), default=0.0)
+        return float(1 << (len(inputs) - 1).bit_length()) if largest * len(inputs) >= _LARGE else 0.0
 
     def _encoded_input(self, encoded: np.ndarray, dtype: Any) -> Input:
         return SQUINCH, data_address(encoded), math.ldexp(1.0, read_exponent(encoded))

@@ -116,7 +116,8 @@ class Communicator:
         Args:
             array: Same shape and dtype on all ranks.
             op: "sum", "avg", "min", "max", "product"; "band", "bor" or "bxor" for integers and bool; "premul_sum", a sum of
-                what each rank has multiplied by a factor of its own.
+                what each rank has multiplied by a factor of its own. "avg" is finite wherever the mean is, also if the sum
+                is not; with the codecs bf16 and int8 it is not finite there.
             codec: Codec for the bytes on the wire, such as "squinch6"; None takes the configuration's.
             async_op: Return a Work at once.
             timeout_s: Seconds until `CollectiveTimeout`.
