@@ -18,6 +18,7 @@ from squinchcomm.errors import SquinchError
 from squinchcomm.kernels import get_codec
 from squinchcomm.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from squinchcomm.policy import misfit
+from squinchcomm.torch.callbacks import CallbackThreads
 from squinchcomm.torch.errors import translated
 from squinchcomm.torch.guards import current_guard
 from squinchcomm.torch.reductions import Reduction
@@ -45,6 +46,12 @@ class Core:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+        self._callbacks = CallbackThreads()
+
+    def close(self) -> None:
+        """Finishes pending calls and frees everything."""
+        self.comm.close()
+        self._callbacks.close()
 
     # --- reductions -------------------------------------------------------------------------------------------------
 
@@ -222,7 +229,7 @@ class Core:
         if isinstance(work, Work):
             if after is not None:
                 work.then(after)
-            return GroupWork(work, outputs)
+            return GroupWork(work, outputs, self._callbacks)
         if after is not None:
             after()
         return FinishedWork(outputs)
@@ -230,9 +237,12 @@ class Core:
     def _reduction_codec(self, tensor: Tensor, op: Reduction) -> str | None:
         """What the guard around the call asks for: a codec, "none", or None for what the group does anyway."""
         guard = current_guard()
+        config, counts = self.comm.config, self.comm.stats.uncompressed
+        if _views_complex(tensor):
+            counts["dtype"] += 1
+            return "none"
         if guard is None:
             return None
-        config, counts = self.comm.config, self.comm.stats.uncompressed
         codec = guard.codec or config.codec
         if get_codec(codec).lossless:
             return "none"
@@ -285,6 +295,11 @@ class Core:
                 raise ValueError(
                     f"{what}: the tensor of rank {rank} has {tensor.numel()} elements, this rank's has {own.numel()}; all need one size"
                 )
+
+
+def _views_complex(tensor: Tensor) -> bool:
+    """Whether these are the real and imaginary parts of complex numbers, which torch.distributed hands over in their place."""
+    return tensor._is_view() and tensor._base is not None and tensor._base.is_complex()
 
 
 def _sequence(first: Step | None, second: Step) -> Step:

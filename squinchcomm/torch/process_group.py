@@ -196,7 +196,7 @@ class SquinchProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Finishes pending calls and frees everything; `destroy_process_group` calls it."""
-        self.communicator.close()
+        self._core.close()
 
     def abort(self) -> None:
         """Makes pending and later calls fail, here and on ranks that wait for this one."""

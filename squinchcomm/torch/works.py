@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from squinchcomm.errors import CollectiveTimeout
+from squinchcomm.torch.callbacks import CallbackThreads, callback_level
 from squinchcomm.torch.errors import translated
 from squinchcomm.work import Work
 
-# A callback of a future may wait for another future, as PowerSGD's do, one a bucket; each needs a thread meanwhile.
-_MAX_CALLBACK_THREADS = 64
-
 
 class GroupWork(dist.Work):
-    """A pending call of a process group. `outputs` are what its future yields."""
+    """A pending call of a process group. `outputs` are what its future yields, `callbacks` where that is settled."""
 
-    def __init__(self, work: Work, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, work: Work, outputs: Sequence[torch.Tensor], callbacks: CallbackThreads) -> None:
         super().__init__()
         self._work = work
+        self._callbacks = callbacks
         self._outputs = list(outputs)
         self._future: Any = None
 
@@ -71,10 +68,8 @@ class GroupWork(dist.Work):
         """A `torch.futures.Future` of the outputs. Its callbacks run in threads that do not carry the group's calls."""
         if self._future is None:
             self._future = _new_future(self._outputs)
-            if self._work.is_completed():
-                self._settle()
-            else:
-                self._work.on_done(lambda: _callback_threads().submit(self._settle))
+            level = callback_level()
+            self._work.on_done(lambda: self._callbacks.submit(level, self._settle))
         return self._future
 
     def _settle(self) -> None:
@@ -165,7 +160,3 @@ def _new_future(outputs: Sequence[torch.Tensor]) -> Any:
     devices = list({tensor.device for tensor in outputs if not tensor.is_cpu})
     return torch.futures.Future(devices=devices)
 
-
-@cache
-def _callback_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_MAX_CALLBACK_THREADS, "squinchcomm-future")
