@@ -1,22 +1,19 @@
-"""From nothing to a communicator: who am I, where are the others, do we agree."""
+"""From nothing to a communicator: who am I, where are the others."""
 
 from __future__ import annotations
 
 import logging
-import secrets
 import socket
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
-from squinchcomm.communicator import Communicator, Endpoints
+from squinchcomm.communicator import Communicator
 from squinchcomm.config import Config, configure_logging
-from squinchcomm.errors import ConfigError, MismatchError
+from squinchcomm.errors import ConfigError
+from squinchcomm.joining import join
 from squinchcomm.launch import LaunchInfo, detect
 from squinchcomm.mpi_launch import enter, greet, wants_mpi
-from squinchcomm.transport.base import Backend, Listener
+from squinchcomm.transport.base import Backend
 from squinchcomm.transport.options import TransportOptions, parse_rate
 from squinchcomm.transport.registry import get_backend
 
@@ -112,6 +109,7 @@ def transport_options(config: Config, info: LaunchInfo) -> TransportOptions:
         bind=config.bind_address or _own_address(info.address),
         port_range=config.port_range,
         host=config.host,
+        shared_memory=config.shared_memory,
         window=_WINDOW,
         peer_timeout_s=config.peer_timeout_s,
         security=config.security,  # type: ignore[arg-type]
@@ -134,69 +132,3 @@ def _own_address(meeting: str | None) -> str:
             return str(probe.getsockname()[0])
     except (OSError, ValueError) as error:
         raise ConfigError(f"no way to the meeting address {meeting}: {error}; check it, or set SQUINCH_INTERFACE") from None
-
-
-def join(backend: Backend, rank: int, exchange: Callable[[bytes], list[bytes]], config: Config) -> Communicator:
-    """Makes a communicator over `backend`; `exchange` gives every rank everybody's blob, in rank order."""
-    listeners = listen(backend)
-    try:
-        blobs = exchange(pack_endpoints(listeners, secrets.randbits(32), config))
-        return connect(backend, listeners, rank, blobs, config)
-    except BaseException:
-        for listener in listeners:
-            listener.close()
-        raise
-
-
-def listen(backend: Backend) -> tuple[Listener, Listener]:
-    """Opens the two places where a rank of a new communicator is reached: for collectives and for messages."""
-    collectives = backend.listen()
-    try:
-        return collectives, backend.listen()
-    except BaseException:
-        collectives.close()
-        raise
-
-
-def pack_endpoints(listeners: Sequence[Listener], epoch: int, config: Config) -> bytes:
-    """What a rank tells the others before a communicator exists."""
-    collectives, messages = listeners
-    return msgspec.msgpack.encode(
-        Endpoints(collectives.address, messages.address, epoch, {"chunk_bytes": str(config.chunk_bytes)})
-    )
-
-
-def connect(backend: Backend, listeners: Sequence[Listener], rank: int, blobs: Sequence[bytes], config: Config) -> Communicator:
-    """Connects this rank's listeners with those of `blobs`, one a rank, whose epoch is rank 0's."""
-    everybody = [_read(blob, peer) for peer, blob in enumerate(blobs)]
-    for peer, theirs in enumerate(everybody):
-        for name, value in everybody[0].settings.items():
-            if theirs.settings.get(name) != value:
-                raise MismatchError(
-                    f"ranks must agree on {name}: rank 0 has {value}, rank {peer} has {theirs.settings.get(name)}",
-                    rank=rank,
-                    peer=peer,
-                )
-    collectives, messages = listeners
-    first = collectives.connect(rank, [each.collectives for each in everybody], config.connect_timeout_s)
-    try:
-        second = messages.connect(rank, [each.messages for each in everybody], config.connect_timeout_s)
-    except BaseException:
-        first.close(0.0)
-        raise
-    comm = Communicator(backend, (first, second), config, everybody[0].epoch)
-    try:
-        # Nobody goes on, and perhaps away, before everybody is connected.
-        comm.barrier(timeout_s=config.connect_timeout_s)
-    except BaseException:
-        comm.close()
-        raise
-    comm.stats.clear()
-    return comm
-
-
-def _read(blob: bytes, peer: int) -> Endpoints:
-    try:
-        return msgspec.msgpack.decode(blob, type=Endpoints)
-    except msgspec.MsgspecError as error:
-        raise MismatchError(f"rank {peer} runs another version of squinchcomm: {error}", peer=peer) from None

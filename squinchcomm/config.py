@@ -84,6 +84,13 @@ def _choice(*allowed: str, upper: bool = False) -> Callable[[object], str]:
     return parse
 
 
+def _switch(value: object) -> bool:
+    text = str(value).lower()
+    if text not in ("0", "1", "true", "false"):
+        raise ValueError("not a switch")
+    return text in ("1", "true")
+
+
 def _pattern(pattern: re.Pattern[str]) -> Callable[[object], str]:
     def parse(value: object) -> str:
         if not isinstance(value, str) or not pattern.fullmatch(value):
@@ -238,6 +245,13 @@ class Config:
         _choice("auto", "tcp", "ipc"),
         "auto, tcp or ipc",
         "sockets of the zmq transport; auto takes ipc inside a machine",
+    )
+    shared_memory: bool = _setting(
+        "SQUINCH_SHARED_MEMORY",
+        True,
+        _switch,
+        "1 or 0",
+        "ranks of one machine read each other's payloads in place instead of through sockets",
     )
     port_range: tuple[int, int] | None = _setting(
         "SQUINCH_PORT_RANGE",

@@ -40,6 +40,7 @@ class Transport(ABC):
     max_payload_bytes: int
     window: int
     sharing: frozenset[int] = frozenset()  # peers that read what `allocate` gives in place
+    unshared_payloads: int = 0  # payloads to peers on this host that went through sockets for want of memory
 
     def allocate(self, nbytes: int, peers: Collection[int]) -> Any | None:
         """Memory for one payload if that saves copies on the way to some of these peers, else None.

@@ -42,13 +42,13 @@ class Arena:
     """This rank's memory that its peers see.
 
     Attributes:
-        refused: Allocations that failed because the system gave no more memory; their payloads went through sockets.
+        capacity: Bytes it can grow to; nothing of them is used before it is needed.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.fd = os.memfd_create("squinchcomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._close = weakref.finalize(self, os.close, self.fd)
+        self.close = weakref.finalize(self, os.close, self.fd)  # no new memory after that; what was given stays
         os.ftruncate(self.fd, capacity)
         self._memory = mmap.mmap(self.fd, capacity)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -59,7 +59,7 @@ class Arena:
         self._free: list[tuple[int, int]] = []  # start and stop, in order, never adjacent
         self._returned: list[tuple[int, int]] = []
         self._grown = 0
-        self.refused = 0
+        self._warned = False
 
     def allocate(self, nbytes: int) -> Slot | None:
         """`nbytes` of memory, or None if there are none. Any thread."""
@@ -71,7 +71,6 @@ class Arena:
             if start is None and self._grow(size):
                 start = self._take(size)
             if start is None:
-                self.refused += 1
                 return None
         return Slot(self, self._base + start, nbytes, (start, start + size))
 
@@ -105,13 +104,16 @@ class Arena:
         self._free.insert(i, (start, stop))
 
     def _grow(self, size: int) -> bool:
+        if self._free and self._free[-1][1] == self._grown:
+            size -= self._grown - self._free[-1][0]
         step = min(max(size, _GROWTH_BYTES), self.capacity - self._grown)
-        if step < size:
+        if step < size or not self.close.alive:
             return False
         try:
             os.posix_fallocate(self.fd, self._grown, step)  # asks now: memory that is missing later ends the process
         except OSError as error:
-            if not self.refused:
+            if not self._warned:
+                self._warned = True
                 log.warning("no %d bytes of shared memory (%s): payloads to ranks of this host go through sockets", step, error)
             return False
         self._put(self._grown, self._grown + step)
@@ -134,9 +136,10 @@ class Slot:
 
 
 class Doorway:
-    """Where peers on this host hand in the descriptor of their memory."""
+    """Where peers on this host hand in the descriptor of their memory; holds ours."""
 
-    def __init__(self, session: int) -> None:
+    def __init__(self, session: int, arena: Arena) -> None:
+        self.arena = arena
         self.name = f"squinchcomm-{secrets.token_hex(16)}"
         self._session = session
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
@@ -145,13 +148,10 @@ class Doorway:
         self._socket.setblocking(False)
         self.rejected = 0
 
-    def exchange(
-        self, arena: Arena, rank: int, peers: Mapping[int, tuple[str, int]], timeout_s: float
-    ) -> dict[int, memoryview]:
+    def exchange(self, rank: int, peers: Mapping[int, tuple[str, int]], timeout_s: float) -> dict[int, memoryview]:
         """Gives every peer this rank's memory and takes theirs.
 
         Args:
-            arena: This rank's memory.
             rank: This rank.
             peers: Name of the doorway and session of each peer.
             timeout_s: Seconds for all of it.
@@ -166,7 +166,7 @@ class Doorway:
         unsent, found = dict(peers), dict[int, memoryview]()
         while unsent or len(found) < len(peers):
             for peer, (name, session) in list(unsent.items()):
-                if self._hand_in(arena, rank, name, session):
+                if self._hand_in(rank, name, session):
                     del unsent[peer]
             while (letter := self._read()) is not None:
                 peer, memory = letter
@@ -184,9 +184,9 @@ class Doorway:
     def close(self) -> None:
         self._socket.close()
 
-    def _hand_in(self, arena: Arena, rank: int, name: str, session: int) -> bool:
-        letter = _LETTER.pack(session, rank, arena.capacity)
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", arena.fd))
+    def _hand_in(self, rank: int, name: str, session: int) -> bool:
+        letter = _LETTER.pack(session, rank, self.arena.capacity)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", self.arena.fd))
         try:
             self._socket.sendmsg([letter], [rights], 0, "\0" + name)
         except (BlockingIOError, ConnectionError, FileNotFoundError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import secrets
@@ -24,8 +25,10 @@ from .zmq_context import ZmqContext, acquire_context, release_context
 from .zmq_link import HANDSHAKE_MS, Monitor, PeerLink, Target, connect_links, queue_limit
 from .zmq_transport import ZmqTransport, max_message_bytes
 
+log = logging.getLogger("squinchcomm.transport")
+
 _FILES_PER_PEER = 7
-_MAX_ARENA_BYTES = 1 << 30
+_ARENA_BYTES = 256 << 20  # address space; memory is used as payloads need it
 _CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPT_FAILED
 
 
@@ -140,8 +143,8 @@ class ZmqListener(Listener):
         self._security = choose_security(options, beyond_loopback=beyond)
         self._inbox = Inbox(options, self._security)
         session = secrets.randbits(32)
-        shares = supported and options.shared_memory and options.scheme != "tcp" and options.link_rate is None
-        self._doorway = Doorway(session) if shares else None
+        self._shares = options.shared_memory and options.scheme != "tcp" and options.link_rate is None
+        self._doorway = _doorway(session) if self._shares else None
         self._free = weakref.finalize(self, _close, self._inbox, self._doorway)
         self._free.atexit = False
         try:
@@ -180,7 +183,7 @@ class ZmqListener(Listener):
         except BaseException:
             for link in links:
                 link.close(0)
-            inbox.close()
+            _close(inbox, self._doorway)
             raise
         finally:
             if self._doorway is not None:
@@ -191,19 +194,16 @@ class ZmqListener(Listener):
 
     def _share_memory(self, rank: int, group: Sequence[Address], links: Sequence[PeerLink], timeout_s: float) -> Arena | None:
         """Maps the memory of the peers that ipc reaches, and they ours; None if there is none."""
-        peers = {
-            link.rank: (doorway, link.session)
-            for link in links
-            if (doorway := group[link.rank].doorway) is not None and group[link.rank].endpoint_from(self._own) == group[link.rank].ipc
-        }
-        if self._doorway is None or not peers:
+        near = [link for link in links if self._shares and group[link.rank].endpoint_from(self._own) == group[link.rank].ipc]
+        for link in near:
+            link.near = True
+        if self._doorway is None or not near:
             return None
-        capacity = min(_MAX_ARENA_BYTES, len(peers) * (self._options.window + 1) * self._options.max_payload_bytes)
-        arena = Arena(capacity)
-        memory = self._doorway.exchange(arena, rank, peers, timeout_s)
-        for link in links:
+        peers = {link.rank: (doorway, link.session) for link in near if (doorway := group[link.rank].doorway) is not None}
+        memory = self._doorway.exchange(rank, peers, timeout_s)
+        for link in near:
             link.memory = memory.get(link.rank)
-        return arena
+        return self._doorway.arena
 
     def _target(self, peer: int, address: Address) -> Target:
         own = self._own
@@ -236,10 +236,22 @@ class ZmqBackend(Backend):
         return ZmqListener(self._options)
 
 
+def _doorway(session: int) -> Doorway | None:
+    try:
+        if supported:
+            return Doorway(session, Arena(_ARENA_BYTES))
+        reason = "this system has no memfd_create"
+    except OSError as error:
+        reason = str(error)
+    log.warning("no shared memory (%s): payloads to ranks of this host go through sockets", reason)
+    return None
+
+
 def _close(inbox: Inbox, doorway: Doorway | None) -> None:
     inbox.close()
     if doorway is not None:
         doorway.close()
+        doorway.arena.close()
 
 
 def _check_open_files(peers: int) -> None:

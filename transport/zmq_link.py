@@ -71,6 +71,7 @@ class PeerLink:
     """One peer. The counters count frames since the start, ours to it (`sent`, `acked`) and its to us (`received`, `released`).
 
     Attributes:
+        near: On this host, and not to be told apart from others by choice.
         memory: What the peer writes payloads to and we can read, or None.
         lent: Payloads in our memory that it has not finished reading, oldest first.
         returned: How many of these it has finished, from the oldest on, without a gap; modulo 2**32.
@@ -79,8 +80,8 @@ class PeerLink:
     """
 
     __slots__ = (
-        "acked", "broken", "finished", "kernel_socket", "lent", "lost", "memory", "monitor", "rank", "reading", "received", "released",
-        "reported", "returned", "send_part", "sent", "session", "socket", "suspect",
+        "acked", "broken", "finished", "kernel_socket", "lent", "lost", "memory", "monitor", "near", "rank", "reading",
+        "received", "released", "reported", "returned", "send_part", "sent", "session", "socket", "suspect",
     )  # fmt: skip
 
     def __init__(self, target: Target, socket_: zmq.Socket[bytes], monitor: Monitor, kernel_socket: socket.socket) -> None:
@@ -91,6 +92,7 @@ class PeerLink:
         self.monitor = monitor
         self.kernel_socket = kernel_socket
         self.sent = self.acked = self.received = self.released = self.reported = 0
+        self.near = False
         self.memory: memoryview | None = None
         self.lent: deque[Any] = deque()
         self.reading: deque[Any] = deque()

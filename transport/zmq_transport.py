@@ -108,7 +108,9 @@ class ZmqTransport(Transport, ForkAware):
         for link in links:
             self._links[link.rank] = link
         self._arena = arena
+        self._near = frozenset(link.rank for link in links if link.near)
         self.sharing = frozenset(link.rank for link in links if link.memory is not None)
+        self.unshared_payloads = 0
         self._inbox = inbox
         self._peer: Callable[[int], PeerLink] = self._link
         self._recv_part: Callable[..., Any] = inbox.socket.recv
@@ -125,7 +127,7 @@ class ZmqTransport(Transport, ForkAware):
         if options.link_rate is not None:
             self._pacer = acquire_pacer(options.link_rate)
             self._put = partial(_put_paced, self._pacer)
-        self._free = weakref.finalize(self, _free, inbox, list(links), self._pacer, 0)
+        self._free = weakref.finalize(self, _free, inbox, list(links), self._pacer, arena, 0)
         self._free.atexit = False
         watch_fork(self)
         for link in links:
@@ -134,14 +136,12 @@ class ZmqTransport(Transport, ForkAware):
     # --- sending
 
     def allocate(self, nbytes: int, peers: Collection[int]) -> Slot | None:
-        if self._arena is None or nbytes < _JOIN_BELOW or self.sharing.isdisjoint(peers):
+        if nbytes < _JOIN_BELOW or self._near.isdisjoint(peers):
             return None
-        return self._arena.allocate(nbytes)
-
-    @property
-    def unshared_payloads(self) -> int:
-        """Payloads that should have been shared and went through sockets for want of memory."""
-        return 0 if self._arena is None else self._arena.refused
+        slot = None if self._arena is None or self.sharing.isdisjoint(peers) else self._arena.allocate(nbytes)
+        if slot is None:
+            self.unshared_payloads += 1
+        return slot
 
     def can_send(self, peer: int) -> bool:
         link = self._peer(peer)
@@ -287,7 +287,9 @@ class ZmqTransport(Transport, ForkAware):
     def _shared_payload(self, link: PeerLink, part: bytes, header_bytes: int) -> memoryview:
         end = _PREFIX_BYTES + header_bytes
         if link.memory is None or end + _SPAN.size != len(part) or header_bytes > self.MAX_HEADER_BYTES:
-            raise self._violation(link, f"a frame of {len(part)} bytes with a payload in memory, and a header of {header_bytes}")
+            raise self._violation(
+                link, f"a frame of {len(part)} bytes with a payload in memory, and a header of {header_bytes}"
+            )
         offset, size = _SPAN.unpack_from(part, end)
         if size > self.max_payload_bytes or offset + size > len(link.memory):
             raise self._violation(link, f"a payload of {size} bytes at {offset} of its memory of {len(link.memory)}")
@@ -371,7 +373,7 @@ class ZmqTransport(Transport, ForkAware):
             self._pacer.drain(linger_s)
             deadline += _LAST_FRAME_S
         self._retire("this communicator is closed")
-        _free(self._inbox, links, self._pacer, max(0, round((deadline - time.monotonic()) * 1000)))
+        _free(self._inbox, links, self._pacer, self._arena, max(0, round((deadline - time.monotonic()) * 1000)))
 
     def disown(self) -> None:
         if self._free.detach() is not None:
@@ -444,11 +446,15 @@ class PacedLoan:
             self._tracker.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _free(inbox: Inbox, links: Sequence[PeerLink], pacer: Pacer | None, linger_ms: int) -> None:
+def _free(inbox: Inbox, links: Sequence[PeerLink], pacer: Pacer | None, arena: Arena | None, linger_ms: int) -> None:
     with pacer.lock if pacer is not None else nullcontext():
         for link in links:
             link.close(linger_ms if link.lost is None else 0)
             link.lost = link.lost or "closed here"  # a frame that still waits for the pacer is dropped
+            link.memory = None
+            link.lent.clear()
     if pacer is not None:
         release_pacer(pacer)
+    if arena is not None:
+        arena.close()
     inbox.close()

@@ -74,7 +74,10 @@ class CodecCoder:
         return self.codec.encoded_nbytes(count, self.dtype)
 
     def outgoing(self, values: np.ndarray, key: int, room: np.ndarray | None) -> np.ndarray:
-        """The payload for `values`, in `room` if there is some. `key` numbers the encodings of one collective; with the seed it fixes the random numbers."""
+        """The payload for `values`, in `room` if there is some.
+
+        `key` numbers the encodings of one collective; with the seed it fixes the random numbers.
+        """
         return self.codec.encode(values, room, seed=mix(self.seed, key))
 
     def combine(self, inputs: Sequence[Any], own: np.ndarray, key: int, room: np.ndarray | None) -> np.ndarray:

@@ -87,6 +87,26 @@ def await_loss(transport: Transport, peer: int, timeout_s: float) -> float:
     return time.monotonic() - start
 
 
+def check_allocated_payload_arrives(connect: Connect) -> None:
+    with group(connect, 3) as ranks:
+        a = ranks[0]
+        for number in range(3 * a.window):
+            memory = a.allocate(70_000, (1, 2))
+            payload = np.empty(70_000, np.uint8) if memory is None else np.asarray(memory)
+            payload[:] = np.random.default_rng(number).integers(0, 256, payload.size, np.uint8)
+            want = payload.tobytes()
+            for peer in (1, 2):
+                a.send(peer, b"", payload)
+            del payload, memory
+            for peer in (1, 2):
+                (frame,) = receive(ranks[peer])
+                assert frame.in_place == (0 in ranks[peer].sharing)
+                assert bytes(frame.payload) == want
+                frame.release()
+            while not (a.can_send(1) and a.can_send(2)):
+                a.recv(1.0)
+
+
 def check_describes_itself(connect: Connect) -> None:
     with group(connect, 3) as ranks:
         for rank, transport in enumerate(ranks):
