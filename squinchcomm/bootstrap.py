@@ -47,7 +47,8 @@ def init(
 
     Raises:
         ConfigError: arguments, environment or settings that make no group; says which and what to do.
-        PeerLost: a rank did not come or could not be reached within `connect_timeout_s`.
+        PeerLost: a rank did not come within `connect_timeout_s`, or came and then died (noticed within about 5 s of the last one's
+            coming).
     """
     if config is None:
         config = Config.from_env(**settings)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from squinchcomm.arguments import check_overlap, check_part, on_root, part_sizes, same_dtype
@@ -25,7 +24,7 @@ from squinchcomm.collectives.plan import Plan
 from squinchcomm.collectives.reduction import check_reduction
 from squinchcomm.collectives.wire import Signature
 from squinchcomm.config import Config
-from squinchcomm.errors import CommunicatorAborted, WireFormatError
+from squinchcomm.errors import CommunicatorAborted
 from squinchcomm.kernels import warm_up
 from squinchcomm.kernels.codec import Codec
 from squinchcomm.kernels.dtypes import dtype_name
@@ -36,17 +35,6 @@ from squinchcomm.transport.base import Backend, Transport
 from squinchcomm.work import Work
 
 log = logging.getLogger("squinchcomm")
-
-_MAX_BLOB_BYTES = 64 << 10
-
-
-class Endpoints(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Where one rank can be reached, and the settings on which ranks must agree."""
-
-    collectives: bytes
-    messages: bytes
-    epoch: int
-    settings: dict[str, str]
 
 
 class Communicator:
@@ -402,41 +390,13 @@ class Communicator:
     def split(self, color: int | None, key: int | None = None) -> Communicator | None:
         """Makes a communicator for each color, of the ranks that gave it, ordered by `key` (this rank if None), then rank.
 
-        A collective call. Ranks that give None take part in the call and get None.
+        A collective call. Ranks that give None take part in the call and get None. A rank that dies while the new group
+        connects is PeerLost within about 5 s.
         """
-        color, key = _small_integer(color, "color"), _small_integer(key, "key")
-        if color is not None and color < 0:
-            raise ValueError(f"color must be None or an integer from 0 to 2**31 - 1, not {color}")
-        from squinchcomm import bootstrap
+        from squinchcomm import joining
 
-        listeners = bootstrap.listen(self._backend) if color is not None else ()
-        try:
-            epoch = mix(self._channel.epoch, self._lane.sequence) & 0xFFFFFFFF
-            blob = bootstrap.pack_endpoints(listeners, epoch, self.config) if listeners else b""
-            rows = self._exchange_blobs(msgspec.msgpack.encode((color, self.rank if key is None else key, blob)))
-            entries = [msgspec.msgpack.decode(row, type=tuple[int | None, int, bytes]) for row in rows]
-            if not listeners:
-                return None
-            members = sorted(
-                (rank for rank, entry in enumerate(entries) if entry[0] == color), key=lambda rank: (entries[rank][1], rank)
-            )
-            blobs = [entries[rank][2] for rank in members]
-            return bootstrap.connect(self._backend, listeners, members.index(self.rank), blobs, self.config)
-        except BaseException:
-            for listener in listeners:
-                listener.close()
-            raise
-
-    def _exchange_blobs(self, blob: bytes) -> list[bytes]:
-        sizes = np.zeros(self.world_size, np.int64)
-        self.all_gather(sizes, np.array([len(blob)], np.int64))
-        if sizes.min() < 0 or sizes.max() > _MAX_BLOB_BYTES:
-            raise WireFormatError(
-                f"split: ranks say they send {sizes.tolist()} bytes; {_MAX_BLOB_BYTES} is the most", rank=self.rank
-            )
-        rows = np.zeros(int(sizes.sum()), np.uint8)
-        self.all_gather(rows, np.frombuffer(blob, np.uint8), counts=sizes.tolist())
-        return [part.tobytes() for part in np.split(rows, np.cumsum(sizes)[:-1])]
+        epoch = mix(self._channel.epoch, self._lane.sequence) & 0xFFFFFFFF
+        return joining.split(self, self._backend, epoch, color, key)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Makes pending and later calls on this rank raise CommunicatorAborted, within 0.5 s; peers that wait for this rank learn of it.
@@ -535,14 +495,6 @@ class Communicator:
 
     def _even_plan(self, data: np.ndarray, coder: Coder) -> Plan:
         return Plan.even(data.size, self.world_size, data.itemsize, coder.tile, self._chunk_bytes(data))
-
-
-def _small_integer(value: Any, name: str) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not -(1 << 31) <= value < 1 << 31:
-        raise ValueError(f"{name} must be None or an integer of 32 bits, not {value!r}")
-    return int(value)
 
 
 def _slot(parts: Sequence[int], rank: int) -> slice:

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from squinchcomm.bootstrap import join
 from squinchcomm.communicator import Communicator
 from squinchcomm.config import Config
+from squinchcomm.joining import join
 from squinchcomm.transport.inproc import InprocRendezvous
 from squinchcomm.transport.options import TransportOptions
 from squinchcomm.transport.registry import get_backend

@@ -20,10 +20,11 @@ import msgspec
 import zmq
 from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
-from squinchcomm import bootstrap
+from squinchcomm.bootstrap import transport_options
 from squinchcomm.communicator import Communicator
 from squinchcomm.config import Config, configure_logging
 from squinchcomm.errors import PeerLost
+from squinchcomm.joining import join
 from squinchcomm.launch import LaunchInfo
 from squinchcomm.transport.options import JobKey
 from squinchcomm.transport.registry import get_backend
@@ -52,7 +53,7 @@ def join_group(store: Store, rank: int, world_size: int, config: Config) -> Comm
     """
     configure_logging(config.debug, rank)
     if world_size == 1:
-        return bootstrap.join(get_backend("inproc"), 0, lambda blob: [blob], config)
+        return join(get_backend("inproc"), 0, lambda blob: [blob], config)
     meeting = _Meeting(store, rank, world_size, config.connect_timeout_s)
     secret = meeting.share_secret()
     info = LaunchInfo(
@@ -64,10 +65,10 @@ def join_group(store: Store, rank: int, world_size: int, config: Config) -> Comm
         job_token=os.environ.get("SQUINCH_JOB_TOKEN") or secret.token,
         source="torch",
     )
-    options = bootstrap.transport_options(config, info)
+    options = transport_options(config, info)
     if config.key_file is None and config.security != "none":
         options = dataclasses.replace(options, key=JobKey(secret.public, secret.secret))
-    return bootstrap.join(get_backend(config.transport, options), rank, meeting.exchange, config)
+    return join(get_backend(config.transport, options), rank, meeting.exchange, config)
 
 
 class _Meeting:
