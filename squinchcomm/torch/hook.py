@@ -1,0 +1,336 @@
+"""A communication hook for DistributedDataParallel that moves gradients in 6 bits an element, over any backend.
+
+A bucket is cut into one shard a rank, at the codec's tiles. Then, for every bucket:
+
+1. Each rank encodes each shard for its owner, in the thread of autograd, and the bytes start on their way.
+2. When all have come, the owner adds the decoded shards and its own exact one in rank order in float32.
+3. It divides by the number of ranks, encodes the mean once, and sends it to everybody.
+4. Everybody, the owner included, decodes the same bytes into the bucket.
+
+A value is quantised twice whatever the number of ranks, and all ranks hold the same bits. Steps 2 to 4 run where the backend ends its
+calls, beside the rest of the backward pass. Step 3 becomes ready in an order that differs between ranks, so it passes a
+turnstile and goes through a group of its own.
+"""
+
+# No postponed annotations in this module: DDP compares the hook's with classes.
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from squinchcomm.arrays import flatten
+from squinchcomm.collectives.coder import mix
+from squinchcomm.collectives.plan import Plan
+from squinchcomm.errors import ConfigError
+from squinchcomm.kernels import get_codec, warm_up
+from squinchcomm.kernels.codec import Codec
+from squinchcomm.policy import choose_codec
+from squinchcomm.torch.error_feedback import BucketResiduals, ErrorFeedback
+from squinchcomm.torch.exchange import SlotPool, exchange, twin_of
+from squinchcomm.torch.guards import lossless
+from squinchcomm.torch.tensors import in_place
+from squinchcomm.torch.turnstile import Turnstile
+
+log = logging.getLogger("squinchcomm")
+
+_STATE_VERSION = 1
+
+
+class CompressState:
+    """What `compress_hook` knows: how one model's gradients are compressed. Making it is a collective call of the group's ranks.
+
+        state = CompressState(codec="squinch6")
+        ddp.register_comm_hook(state, compress_hook)
+
+    Attributes:
+        codec: Name of the codec.
+        buckets: How often buckets were compressed, or were not, by reason ("small", "lossless", "one rank").
+        raw_bytes: Bytes of the compressed buckets.
+        wire_bytes: Bytes that this rank sent for them.
+
+    Args:
+        codec: Name of a codec; "none" reduces losslessly.
+        error_feedback: Add what an encoding lost to the next step's gradient. Costs 8 bytes a parameter.
+        process_group: The group that DDP uses; None is the default group.
+        min_compress_bytes: Smaller buckets are reduced losslessly.
+        module: The model whose parameter names key the residuals of error feedback in checkpoints. Without it they are
+            numbered in the order in which DDP first hands them over, the same in every run of the same model.
+        seed: Key of the random numbers of stochastic codecs.
+
+    Raises:
+        ConfigError: an argument is wrong, or torch.distributed is not initialised.
+    """
+
+    def __init__(
+        self,
+        codec: str = "squinch6",
+        error_feedback: bool = False,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        min_compress_bytes: int = 64 << 10,
+        module: torch.nn.Module | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigError("CompressState needs torch.distributed: call init_process_group on every rank first")
+        group = process_group if process_group is not None else dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(f"process_group is {process_group!r}; pass a group that this rank belongs to, or None")
+        if not isinstance(min_compress_bytes, int) or min_compress_bytes < 0:
+            raise ConfigError(f"min_compress_bytes is {min_compress_bytes!r}; it must be a number of bytes, 0 or more")
+        self.codec = get_codec(codec).name
+        self.group = group
+        self.min_compress_bytes = min_compress_bytes
+        self.buckets: Counter[str] = Counter()
+        self.raw_bytes = 0
+        self.wire_bytes = 0
+        self.seed = seed
+        self.pool = SlotPool()
+        self.turnstile = Turnstile()
+        self.results_group = twin_of(group) if group.size() > 1 else group
+        self.feedback = ErrorFeedback(module) if error_feedback else None
+        warm_up()  # not in the first backward pass
+        self._calls = 0
+        self._seen: set[tuple[torch.dtype, int]] = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint of this rank needs, between steps: plain tensors, numbers and text. One for each rank."""
+        return {
+            "version": _STATE_VERSION,
+            "rank": self.group.rank(),
+            "world_size": self.group.size(),
+            "calls": self._calls,
+            "residuals": self.feedback.state() if self.feedback else {},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where `state_dict` was taken, bit for bit.
+
+        Raises:
+            ConfigError: it is of another rank, number of ranks or model. Leave the call out to start from zero residuals.
+        """
+        for field, here in (("version", _STATE_VERSION), ("rank", self.group.rank()), ("world_size", self.group.size())):
+            if state.get(field) != here:
+                raise ConfigError(
+                    f"the state of the hook has {field} {state.get(field)!r}, but here it is {here}. Residuals belong to one rank of a "
+                    "world: save and load one file a rank, or leave load_state_dict out to start from zero residuals"
+                )
+        if self.feedback is not None:
+            self.feedback.load(state["residuals"])
+        elif state["residuals"]:
+            raise ConfigError(
+                "the state of the hook has residuals, but error_feedback is off; make it with error_feedback=True"
+            )
+        self._calls = state["calls"]
+
+    def begin(self, buffer: torch.Tensor) -> tuple[Codec, int]:
+        """The codec for the next bucket, and its number."""
+        if buffer.layout != torch.strided:
+            raise ConfigError(f"gradients of layout {buffer.layout} cannot be compressed; make the embedding with sparse=False")
+        dtype = flatten(buffer[:0].cpu(), "bucket", writable=False).data.dtype
+        codec, reason = choose_codec(
+            self.codec,
+            self.codec,
+            dtype=dtype,
+            nbytes=buffer.nbytes,
+            reduction="avg",
+            min_compress_bytes=self.min_compress_bytes,
+        )
+        if self.group.size() == 1:
+            reason = "one rank"
+        elif codec.lossless:
+            reason = reason or "lossless"
+        else:
+            self.raw_bytes += buffer.nbytes
+            self._log_first(buffer)
+        self.buckets[reason or "compressed"] += 1
+        self._calls += 1
+        return codec, self._calls
+
+    def _log_first(self, buffer: torch.Tensor) -> None:
+        signature = buffer.dtype, buffer.numel()
+        if signature not in self._seen:
+            self._seen.add(signature)
+            log.info("hook: gradient buckets of %d %s compressed with %s", buffer.numel(), buffer.dtype, self.codec)
+
+
+def compress_hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages a bucket over the ranks in compressed form; for `DistributedDataParallel.register_comm_hook`.
+
+    Returns:
+        A torch Future of the bucket's buffer, averaged in place, the same bits on all ranks. Buckets that are too small are
+        averaged losslessly, by `all_reduce`.
+
+    Raises:
+        ConfigError: gradients that cannot be compressed, such as sparse or complex ones.
+        CommunicatorAborted: an earlier bucket failed.
+    """
+    if not isinstance(state, CompressState):
+        raise ConfigError(f"the state registered with compress_hook is {type(state).__name__}; pass a CompressState")
+    if bucket.index() == 0 and state.feedback is not None:
+        state.feedback.settle()
+    buffer = bucket.buffer()
+    codec, number = state.begin(buffer)
+    if state.group.size() == 1:
+        done: Any = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+    residuals = state.feedback.open(bucket.parameters()) if state.feedback is not None else None
+    if codec.lossless:
+        return _average_losslessly(state, buffer, residuals)
+    return BucketAverage(state, codec, number, buffer, residuals).start()
+
+
+def _average_losslessly(state: CompressState, buffer: torch.Tensor, residuals: BucketResiduals | None) -> Any:
+    """As DDP does without a hook. A residual that the bucket's parameters brought from a larger bucket is paid out in full."""
+    if residuals is not None:
+        buffer.add_(residuals.current.to(buffer.device, buffer.dtype))
+        residuals.coming.zero_()
+    buffer.div_(state.group.size())
+    with lossless():
+        work = dist.all_reduce(buffer, group=state.group, async_op=True)
+
+    def finish(done: Any) -> torch.Tensor:
+        done.value()
+        if state.feedback is not None and _is_finite(buffer):
+            state.feedback.close()
+        return buffer
+
+    return work.get_future().then(finish)
+
+
+class BucketAverage:
+    """One bucket on its way through the four steps. Each step but the first runs in a thread of the backend."""
+
+    def __init__(
+        self, state: CompressState, codec: Codec, number: int, buffer: torch.Tensor, residuals: BucketResiduals | None
+    ) -> None:
+        self.state = state
+        self.codec = codec
+        self.number = number
+        self.buffer = buffer
+        self.residuals = residuals
+        host, self.land = in_place(buffer)
+        self.values = flatten(host, "bucket", writable=True).data
+        self.rank, self.ranks = state.group.rank(), state.group.size()
+        bounds = Plan.even(self.values.size, self.ranks, self.values.itemsize, codec.tile_size).bounds
+        self.shards = [slice(start, stop) for start, stop in pairwise(bounds)]
+        self.nbytes = [codec.encoded_nbytes(shard.stop - shard.start, self.values.dtype) for shard in self.shards]
+        self.outcome: Any = torch.futures.Future()
+
+    def start(self) -> Any:
+        """Step 1; the future of the whole."""
+        state = self.state
+        self.slots = state.pool.take(state.group, max(self.nbytes))
+        try:
+            self.ticket = state.turnstile.ticket()
+            self._encode()
+            arrived = exchange(self.slots, state.group)
+        except BaseException as error:
+            state.pool.give(self.slots)
+            state.turnstile.fail(error)
+            raise
+        state.wire_bytes += 2 * self.slots.outgoing.numel()
+        arrived.then(lambda done: self._guarded(self._combine, done))
+        return self.outcome.then(_raised)
+
+    def go(self) -> None:
+        """Step 3, in this bucket's turn."""
+        try:
+            arrived = exchange(self.slots, self.state.results_group)
+            arrived.then(lambda done: self._guarded(self._decode, done))
+        except BaseException as error:
+            self._fail(error)
+
+    def abandon(self, error: BaseException) -> None:
+        """Ends with the error of another bucket."""
+        self._end(error)
+
+    def _encode(self) -> None:
+        coming = None if self.residuals is None else self.residuals.copied()
+        for peer in self.slots.peers:
+            shard = self.shards[peer]
+            self.codec.encode(
+                self.values[shard],
+                self.slots.outgoing_to(peer, self.nbytes[peer]),
+                residual=None if coming is None else coming[shard],
+                seed=self._seed(0, peer),
+            )
+
+    def _combine(self) -> None:
+        """Step 2, then the wait for step 3."""
+        shard, nbytes = self.shards[self.rank], self.nbytes[self.rank]
+        inputs: list[np.ndarray] = [
+            self.values[shard] if peer == self.rank else self.slots.incoming_from(peer, nbytes) for peer in range(self.ranks)
+        ]
+        out, scale, seed = self.slots.own_bytes(nbytes), 1.0 / self.ranks, self._seed(1, 0)
+        if self.residuals is None:
+            self.codec.reduce_encode(inputs, shard.stop - shard.start, out, scale=scale, seed=seed)
+        else:
+            self._encode_with_residual(inputs, shard, out, scale, seed)
+        self.slots.send_own_to_all()
+        self.state.turnstile.ready(self.ticket, self)
+
+    def _encode_with_residual(self, inputs: list[np.ndarray], shard: slice, out: np.ndarray, scale: float, seed: int) -> None:
+        """The owner's loss is that of the mean; as a residual of its contribution it counts `ranks` times."""
+        assert self.residuals is not None
+        inputs.insert(self.rank + 1, self.residuals.current.numpy()[shard])
+        total = np.empty(shard.stop - shard.start, np.float32)
+        self.codec.reduce(inputs, total)
+        lost = self.residuals.coming.numpy()[shard]
+        lost[:] = 0
+        self.codec.encode(total, out, scale=scale, residual=lost, seed=seed)
+        lost *= np.float32(self.ranks)
+
+    def _decode(self) -> None:
+        """Step 4."""
+        for peer, shard in enumerate(self.shards):
+            nbytes = self.nbytes[peer]
+            payload = self.slots.own_bytes(nbytes) if peer == self.rank else self.slots.incoming_from(peer, nbytes)
+            self.codec.decode(payload, shard.stop - shard.start, self.values[shard])
+        if self.land is not None:
+            self.land()
+        if self.state.feedback is not None and _is_finite(self.buffer):
+            self.state.feedback.close()
+        self._end(self.buffer)
+
+    def _guarded(self, step: Callable[[], None], arrived: Any) -> None:
+        try:
+            arrived.value()
+            step()
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.state.turnstile.fail(error)
+        self._end(error)
+
+    def _end(self, outcome: Any) -> None:
+        self.state.pool.give(self.slots)
+        self.outcome.set_result(outcome)
+
+    def _seed(self, phase: int, peer: int) -> int:
+        """Another one for each encoding of all ranks and steps."""
+        key = ((self.number * 2 + phase) * self.ranks + peer) * self.ranks + self.rank
+        return mix(self.state.seed, key)
+
+
+def _raised(done: Any) -> Any:
+    """An error that a callback raises reaches DDP; one that is set as a result does not."""
+    outcome = done.value()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    if values.numel() == 0:
+        return True
+    least, most = torch.aminmax(values)
+    return bool(torch.isfinite(least) & torch.isfinite(most))
