@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Annotated
 
 import msgspec
 
@@ -13,26 +13,15 @@ from squinchcomm.errors import ConfigError, PeerLost
 
 from .address import MAX_ADDRESS_BYTES, host_identity
 from .base import Backend, Listener, Transport
-from .mpi_link import Inbox, MpiLink
+from .mpi_link import Inbox, MpiAddress, MpiLink
 from .mpi_transport import MpiTransport
 from .mpi_world import MpiWorld, join_world, wait_until
 from .options import TransportOptions
+from .shared_memory import Arena
+from .shared_payloads import SharedPayloads, open_doorway
 
 _ADDRESS_VERSION = 1
 _JOIN_TIMEOUT_S = 60.0
-
-
-class MpiAddress(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """Where an mpi transport is reached: a rank and a tag of a duplicated communicator."""
-
-    version: int
-    world: bytes
-    dest: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-    tag: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-    session: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-    window: Annotated[int, msgspec.Meta(ge=2, le=4096)]
-    max_payload_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
-    host: Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class MpiListener(Listener):
@@ -43,15 +32,19 @@ class MpiListener(Listener):
         self._options = options
         self._tag = world.take_tag()
         self._lock = world.lock()
+        session = secrets.randbits(32)
+        self._doorway = open_doorway(session) if options.shared_memory else None
         self._own = MpiAddress(
             version=_ADDRESS_VERSION,
             world=world.identity,
             dest=world.rank,
             tag=self._tag,
-            session=secrets.randbits(32),
+            session=session,
             window=options.window,
             max_payload_bytes=options.max_payload_bytes,
             host=options.host if options.host is not None else host_identity(),
+            uid=os.getuid(),
+            doorway=self._doorway.name if self._doorway is not None else None,
         )
         self.address = msgspec.msgpack.encode(self._own)
         self._open = True
@@ -61,16 +54,18 @@ class MpiListener(Listener):
             raise RuntimeError("this listener is closed or already connected")
         self._open = False
         deadline = time.monotonic() + timeout_s
-        if len(addresses) > self._world.most_ranks:
-            raise ConfigError(f"a group of {len(addresses)} ranks; {self._world.most_ranks} is the most in this MPI job")
-        group = [self._read(blob, peer) for peer, blob in enumerate(addresses)]
-        if group[rank] != self._own:
-            raise ConfigError(f"rank {rank} listens elsewhere than at addresses[{rank}]")
-        links = [MpiLink(peer, each.dest, each.tag, each.session) for peer, each in enumerate(group) if peer != rank]
+        try:
+            links = self._links(rank, addresses)
+            arena = self._share_memory(rank, links, timeout_s)
+        except BaseException:
+            self._close_doorway()
+            raise
+        if self._doorway is not None:
+            self._doorway.close()
         with self._lock:
-            inbox = Inbox(self._world, self._tag, len(links))
-        hosts = [each.host for each in group]
-        transport = MpiTransport(rank, hosts, self._world, inbox, links, self._own.session, self._options)
+            inbox = Inbox(self._world, self._tag, len(links), arena)
+        hosts = [self._read(blob, peer).host for peer, blob in enumerate(addresses)]
+        transport = MpiTransport(rank, hosts, inbox, links, self._own.session, self._options)
         if not wait_until(transport.greeted_by_all, deadline - time.monotonic()):
             missing = transport.not_greeted()
             transport.close(0.0)
@@ -79,6 +74,36 @@ class MpiListener(Listener):
 
     def close(self) -> None:
         self._open = False
+        self._close_doorway()
+
+    def _close_doorway(self) -> None:
+        if self._doorway is not None:
+            self._doorway.close()
+            self._doorway.arena.close()
+
+    def _links(self, rank: int, addresses: Sequence[bytes]) -> list[MpiLink]:
+        if len(addresses) > self._world.most_ranks:
+            raise ConfigError(f"a group of {len(addresses)} ranks; {self._world.most_ranks} is the most in this MPI job")
+        group = [self._read(blob, peer) for peer, blob in enumerate(addresses)]
+        if group[rank] != self._own:
+            raise ConfigError(f"rank {rank} listens elsewhere than at addresses[{rank}]")
+        return [
+            MpiLink(peer, each, near=self._options.shared_memory and (each.host, each.uid) == (self._own.host, self._own.uid))
+            for peer, each in enumerate(group)
+            if peer != rank
+        ]
+
+    def _share_memory(self, rank: int, links: Sequence[MpiLink], timeout_s: float) -> Arena | None:
+        """Maps the memory of the peers on this host, and they ours; None if there are none."""
+        near = [link for link in links if link.near]
+        if self._doorway is None or not near:
+            return None
+        peers = {link.rank: (link.doorway, link.session) for link in near if link.doorway is not None}
+        memory = self._doorway.exchange(rank, peers, timeout_s)
+        for link in near:
+            if link.rank in memory:
+                link.shared = SharedPayloads(memory[link.rank])
+        return self._doorway.arena
 
     def _read(self, blob: bytes, peer: int) -> MpiAddress:
         try:
@@ -95,7 +120,9 @@ class MpiListener(Listener):
             ("max_payload_bytes", address.max_payload_bytes, self._own.max_payload_bytes),
         ):
             if theirs != ours:
-                raise ConfigError(f"{what} is {theirs} on rank {peer} and {ours} here; it must be the same on all ranks", peer=peer)
+                raise ConfigError(
+                    f"{what} is {theirs} on rank {peer} and {ours} here; it must be the same on all ranks", peer=peer
+                )
         if address.dest >= self._world.size:
             raise ConfigError(f"rank {peer} says it is {address.dest} of {self._world.size} in the MPI communicator", peer=peer)
         return address

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from .mpi_world import MPI, MpiWorld
+from .shared_memory import Arena
+from .shared_payloads import Reading, SharedPayloads
 
-# Every message starts with: receiver's session, sender's rank, frames of yours that I released, payload bytes, header bytes, kind.
-PREFIX = struct.Struct("<IIQIHBx")
+# Every message starts with: receiver's session, sender's rank, frames of yours that I released, payloads in your memory that I
+# finished, payload bytes, header bytes, kind.
+PREFIX = struct.Struct("<IIQIIHBx")
 PREFIX_BYTES = PREFIX.size
-WHOLE, SPLIT, CREDIT, HELLO, GOODBYE, VANISHED, FAREWELL = range(7)
+WHOLE, SPLIT, IN_PLACE, CREDIT, HELLO, GOODBYE, VANISHED, FAREWELL = range(8)
+OFFSET = struct.Struct("<Q")  # behind the header of an IN_PLACE frame: where in its sender's memory the payload lies
 
 JOIN_BELOW = 32 << 10  # smaller payloads travel in one message with their header
 SLOT_BYTES = PREFIX_BYTES + 4096 + JOIN_BELOW
@@ -21,13 +26,33 @@ _LEAST_SLOTS, _MOST_SLOTS = 8, 64
 _SPARE_BYTES = 64 << 20
 
 
+class MpiAddress(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """Where an mpi transport is reached: a rank and a tag of a duplicated communicator."""
+
+    version: int
+    world: bytes
+    dest: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    tag: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    session: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    window: Annotated[int, msgspec.Meta(ge=2, le=4096)]
+    max_payload_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+    host: Annotated[str, msgspec.Meta(max_length=256)]
+    uid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    doorway: Annotated[str, msgspec.Meta(pattern="^squinchcomm-[0-9a-f]{32}$")] | None  # see shared_memory.Doorway
+
+
 class Arrival(NamedTuple):
-    """A frame whose first message is here; `request` is the receive of its payload, None if that is in it."""
+    """A frame whose first message is here.
+
+    Attributes:
+        memory: What to give back when it is released, if its payload did not come in that message.
+        request: The receive of its payload, if that is on its way.
+    """
 
     header: bytes
     payload: memoryview
-    buffer: np.ndarray | None
-    request: MPI.Request | None
+    memory: np.ndarray | Reading | None = None
+    request: MPI.Request | None = None
 
 
 class MpiLink:
@@ -38,6 +63,9 @@ class MpiLink:
         dest: Its rank in the MPI communicator.
         tag: Where it receives the first message of each frame; a payload of rank r goes to `tag + 1 + r`.
         session: What it wants to read in the prefix.
+        near: It is on this host, and payloads should be shared.
+        doorway: Where it takes our memory.
+        shared: Account of payloads in shared memory, if that could be had.
         arriving: Its frames that are not complete, and those behind them.
         outgoing: Requests of messages to it that are ours, with their memory.
         loans: Requests of borrowed payloads to it, with their memory.
@@ -48,15 +76,18 @@ class MpiLink:
     """
 
     __slots__ = (
-        "acked", "arriving", "dest", "greeted", "leaving", "loans", "lost", "outgoing", "rank", "received", "released",
-        "reported", "sent", "session", "silent", "tag",
+        "acked", "arriving", "dest", "doorway", "greeted", "leaving", "loans", "lost", "near", "outgoing", "rank", "received",
+        "released", "reported", "sent", "session", "shared", "silent", "tag",
     )  # fmt: skip
 
-    def __init__(self, rank: int, dest: int, tag: int, session: int) -> None:
+    def __init__(self, rank: int, address: MpiAddress, near: bool) -> None:
         self.rank = rank
-        self.dest = dest
-        self.tag = tag
-        self.session = session
+        self.dest = address.dest
+        self.tag = address.tag
+        self.session = address.session
+        self.doorway = address.doorway
+        self.near = near
+        self.shared: SharedPayloads | None = None
         self.sent = self.acked = self.received = self.released = self.reported = 0
         self.arriving: deque[Arrival] = deque()
         self.outgoing: deque[tuple[MPI.Request, Any]] = deque()
@@ -68,7 +99,8 @@ class MpiLink:
     def prefix(self, own_rank: int, kind: int, header_bytes: int = 0, payload_bytes: int = 0) -> bytes:
         """The first bytes of the next message to this peer, which tell it what we have released."""
         self.reported = self.released
-        return PREFIX.pack(self.session, own_rank, self.released, payload_bytes, header_bytes, kind)
+        finished = self.shared.finished if self.shared is not None else 0
+        return PREFIX.pack(self.session, own_rank, self.released, finished, payload_bytes, header_bytes, kind)
 
     def forget_sent(self) -> None:
         """Lets go of memory that has left."""
@@ -78,7 +110,7 @@ class MpiLink:
 
     def unfinished(self) -> list[tuple[MPI.Request, Any]]:
         """Requests whose memory MPI may still touch."""
-        payloads = [(arrival.request, arrival.buffer) for arrival in self.arriving if arrival.request is not None]
+        payloads = [(arrival.request, arrival.memory) for arrival in self.arriving if arrival.request is not None]
         return [*self.outgoing, *self.loans, *payloads]
 
 
@@ -87,10 +119,17 @@ class Inbox:
 
     MPI matches messages in the order in which receives were posted, so the oldest is always the next to complete: one
     test finds out whether anything has come, however many peers there are. What finds no posted receive waits in MPI.
+
+    Attributes:
+        world: Where messages come from.
+        tag: On which they come.
+        arena: Memory of ours that peers read in place.
+        status: Of the message that `arrived`.
     """
 
-    def __init__(self, world: MpiWorld, tag: int, peers: int) -> None:
+    def __init__(self, world: MpiWorld, tag: int, peers: int, arena: Arena | None) -> None:
         self.world = world
+        self.arena = arena
         self.status = MPI.Status()
         self._comm = world.comm
         self.tag = tag
@@ -125,7 +164,9 @@ class Inbox:
             self._spare.setdefault(buffer.size, []).append(buffer)
 
     def close(self) -> None:
-        """Takes the receives back."""
+        """Takes the receives back, and the memory that peers read."""
+        if self.arena is not None:
+            self.arena.close()
         self._spare.clear()
         for request in self._requests:
             request.Cancel()

@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -21,7 +21,9 @@ from .mpi_link import (
     FAREWELL,
     GOODBYE,
     HELLO,
+    IN_PLACE,
     JOIN_BELOW,
+    OFFSET,
     PREFIX,
     PREFIX_BYTES,
     SPLIT,
@@ -31,34 +33,45 @@ from .mpi_link import (
     Inbox,
     MpiLink,
 )
-from .mpi_world import MPI, MpiWorld, describe, is_process_failure
+from .mpi_world import MPI, describe, is_process_failure
 from .options import TransportOptions
+from .shared_memory import Slot
+from .shared_payloads import Reading
 
 _REASONS = {GOODBYE: "closed its communicator", VANISHED: "connection closed"}
 _DIED = "its process died"
 _BROKE = "broke the transport protocol"
 
-# A wait first looks again and again, letting other processes run in between, then sleeps longer and longer.
-_EAGER_S = 100e-6
-_FIRST_SLEEP_S = 20e-6
+# A wait first looks again and again, letting other processes run in between; then it sleeps for a part of the time that it has
+# waited, so that it ends at most that part late.
+_EAGER_S = float(os.environ.get("EAGER", "100")) * 1e-6
+_PART = float(os.environ.get("PART", "0.1"))
+_SHORTEST_SLEEP_S = float(os.environ.get("SHORT", "20")) * 1e-6
 _LONGEST_SLEEP_S = 1e-3
 
 
 class MpiFrame(Frame):
     """A frame in memory of the transport."""
 
-    __slots__ = ("_buffer", "_link", "_transport")
+    __slots__ = ("_link", "_memory", "_transport")
 
     def __init__(self, transport: MpiTransport, link: MpiLink, arrival: Arrival) -> None:
         self._transport = transport
         self._link = link
-        self._buffer = arrival.buffer
+        self._memory = arrival.memory
         self.peer = link.rank
         self.header = arrival.header
         self.payload = arrival.payload
 
     def release(self) -> None:
-        self._transport.release(self._link, self._buffer)
+        self._transport.release(self._link, self._memory)
+
+
+class InPlaceFrame(MpiFrame):
+    """A frame whose payload lies in its sender's memory."""
+
+    __slots__ = ()
+    in_place = True
 
 
 class MpiTransport(Transport):
@@ -72,12 +85,12 @@ class MpiTransport(Transport):
         self,
         rank: int,
         hosts: Sequence[str],
-        world: MpiWorld,
         inbox: Inbox,
         links: Sequence[MpiLink],
         session: int,
         options: TransportOptions,
     ) -> None:
+        world = inbox.world
         self.rank = rank
         self.world_size = len(hosts)
         self.hosts = tuple(hosts)
@@ -94,6 +107,10 @@ class MpiTransport(Transport):
         for link in links:
             self._links[link.rank] = link
         self._peers = tuple(links)
+        self._arena = inbox.arena
+        self._near = frozenset(link.rank for link in links if link.near)
+        self.unshared_payloads = 0
+        self.sharing = frozenset(link.rank for link in links if link.shared is not None)
         self._arriving: list[MpiLink] = []
         self._ready: deque[MpiFrame] = deque()
         self._sent_bytes = [0] * self.world_size
@@ -121,6 +138,14 @@ class MpiTransport(Transport):
 
     # --- sending
 
+    def allocate(self, nbytes: int, peers: Collection[int]) -> Slot | None:
+        if nbytes < JOIN_BELOW or self._near.isdisjoint(peers):
+            return None
+        slot = None if self._arena is None or self.sharing.isdisjoint(peers) else self._arena.allocate(nbytes)
+        if slot is None:
+            self.unshared_payloads += 1
+        return slot
+
     def can_send(self, peer: int) -> bool:
         link = self._link(peer)
         return link.sent - link.acked < self.window or link.lost is not None
@@ -142,22 +167,24 @@ class MpiTransport(Transport):
             if size < JOIN_BELOW:
                 prefix = link.prefix(self.rank, WHOLE, header_bytes, size)
                 self._put(link, b"".join((prefix, header, payload)))
+            elif link.shared is not None and self._arena is not None and (offset := self._arena.offset(payload)) is not None:
+                link.shared.lend(payload)
+                self._put(link, link.prefix(self.rank, IN_PLACE, header_bytes, size) + header + OFFSET.pack(offset))
             else:
                 self._put(link, link.prefix(self.rank, SPLIT, header_bytes, size) + header)
                 self._put(link, memoryview(payload).cast("B"), tag=link.tag + 1 + self.rank, borrow=borrow)
 
     def flush(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        pause_s = _FIRST_SLEEP_S
+        started = time.monotonic()
         while True:
             with self.lock:
                 self._progress()
                 if all(self._returned(link) for link in self._peers):
                     return True
-            if time.monotonic() >= deadline:
+            waited_s = time.monotonic() - started
+            if waited_s >= timeout_s:
                 return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_SLEEP_S)
+            _pause(waited_s)
 
     def _returned(self, link: MpiLink) -> bool:
         """Whether nothing that this peer will take is borrowed. What it did not take before it was lost, it never will."""
@@ -184,29 +211,26 @@ class MpiTransport(Transport):
         frame = self._look()
         if frame is not None or timeout_s <= 0:
             return frame
-        now = time.monotonic()
-        deadline, eager_until, pause_s = now + timeout_s, now + _EAGER_S, _FIRST_SLEEP_S
+        started = time.monotonic()
         while True:
             if self._woken or self._news:
                 self._woken = self._news = False
                 return None
-            now = time.monotonic()
-            if now >= deadline:
+            waited_s = time.monotonic() - started
+            if waited_s >= timeout_s:
                 return None
-            if now < eager_until:
-                os.sched_yield()
-            else:
-                time.sleep(min(pause_s, deadline - now))
-                pause_s = min(1.5 * pause_s, _LONGEST_SLEEP_S)
+            _pause(waited_s)
             frame = self._look()
             if frame is not None:
                 return frame
 
-    def release(self, link: MpiLink, buffer: np.ndarray | None) -> None:
+    def release(self, link: MpiLink, memory: np.ndarray | Reading | None) -> None:
         """Takes a frame's memory back and tells its sender, if that has not heard from us for half a window."""
         with self.lock:
-            if buffer is not None:
-                self._inbox.give_back(buffer)
+            if isinstance(memory, np.ndarray):
+                self._inbox.give_back(memory)
+            elif memory is not None and link.shared is not None:
+                link.shared.finish(memory)
             link.released += 1
             if link.released - link.reported >= self._credit_due and link.lost is None and self._closed is None:
                 self._send_bare(link, CREDIT)
@@ -250,7 +274,7 @@ class MpiTransport(Transport):
     def _accept(self, slot: bytearray, status: MPI.Status) -> None:
         """Takes the message in `slot`: a frame, or one between transports."""
         size = status.count
-        session, peer, released, payload_bytes, header_bytes, kind = PREFIX.unpack_from(slot)
+        session, peer, released, returned, payload_bytes, header_bytes, kind = PREFIX.unpack_from(slot)
         link = self._links[peer] if peer < self.world_size else None
         if size < PREFIX_BYTES or link is None or session != self._session or status.source != link.dest:
             return self._violation(None, f"{size} bytes for session {session:#x}, as rank {peer}, which is not of this group")
@@ -258,25 +282,37 @@ class MpiTransport(Transport):
             return None
         if not link.acked <= released <= link.sent:
             return self._violation(link, f"it says it released {released} frames of {link.sent}, after {link.acked}")
+        if link.shared is not None and not link.shared.take_back(returned):
+            return self._violation(link, "it says it finished reading more payloads than it was lent")
         opened = released > link.acked and link.sent - link.acked >= self.window
         link.acked = released
         end = PREFIX_BYTES + header_bytes
         self._received_bytes[peer] += size
-        if kind > SPLIT:
+        if kind > IN_PLACE:
             if size != PREFIX_BYTES or kind not in (CREDIT, HELLO, *_REASONS, FAREWELL):
                 return self._violation(link, f"a message of unknown kind {kind}, or a bare message that is not bare")
             self._accept_bare(link, kind, opened)
             return None
-        if header_bytes > self.MAX_HEADER_BYTES or size != (end + payload_bytes if kind == WHOLE else end):
+        if header_bytes > self.MAX_HEADER_BYTES or size != end + (payload_bytes, 0, OFFSET.size)[kind]:
             return self._violation(link, f"a frame of {size} bytes with a header of {header_bytes}")
         if payload_bytes > self.max_payload_bytes or link.received - link.released > self.window:  # one may be urgent
             return self._violation(link, f"{payload_bytes} bytes are too many, or more than {self.window} frames")
         link.received += 1
         header = bytes(slot[PREFIX_BYTES:end])
         if kind == WHOLE:
-            self._arrive(link, Arrival(header, memoryview(bytes(slot[end:size])), None, None))
-        else:
+            self._arrive(link, Arrival(header, memoryview(bytes(slot[end:size]))))
+        elif kind == SPLIT:
             self._arrive(link, self._receive_payload(link, header, payload_bytes))
+        else:
+            self._read_in_place(link, header, OFFSET.unpack_from(slot, end)[0], payload_bytes)
+        return None
+
+    def _read_in_place(self, link: MpiLink, header: bytes, offset: int, nbytes: int) -> None:
+        reading = link.shared.read(offset, nbytes) if link.shared is not None else None
+        if reading is None:
+            return self._violation(link, f"a payload of {nbytes} bytes at {offset}, which is not in memory that it shares")
+        self._received_bytes[link.rank] += nbytes
+        self._arrive(link, Arrival(header, reading.view, reading))
         return None
 
     def _receive_payload(self, link: MpiLink, header: bytes, nbytes: int) -> Arrival:
@@ -293,7 +329,11 @@ class MpiTransport(Transport):
                 self._arriving.append(link)
             link.arriving.append(arrival)
         else:
-            self._ready.append(MpiFrame(self, link, arrival))
+            self._hand_on(link, arrival)
+
+    def _hand_on(self, link: MpiLink, arrival: Arrival) -> None:
+        kind = InPlaceFrame if isinstance(arrival.memory, Reading) else MpiFrame
+        self._ready.append(kind(self, link, arrival))
 
     def _completed(self, link: MpiLink) -> bool:
         """Hands on the complete frames of a peer; whether that were all."""
@@ -310,7 +350,7 @@ class MpiTransport(Transport):
                     break
                 if self._inbox.status.count != len(arrival.payload):
                     self._violation(link, f"a payload of {self._inbox.status.count} bytes instead of {len(arrival.payload)}")
-            self._ready.append(MpiFrame(self, link, arriving.popleft()))
+            self._hand_on(link, arriving.popleft())
         if link.leaving is not None:
             self._lose(link)
         return True
@@ -400,7 +440,7 @@ class MpiTransport(Transport):
                 if link.lost is None:
                     self._send_bare(link, kind)
         while not self._drained() and time.monotonic() < deadline:
-            time.sleep(_FIRST_SLEEP_S)
+            time.sleep(_SHORTEST_SLEEP_S)
         with self.lock:
             self._world.leave_behind([request for link in self._peers for request in link.unfinished()])
             self._inbox.close()
@@ -426,6 +466,13 @@ class MpiTransport(Transport):
         if self._closed is not None:
             raise CommunicatorAborted(self._closed, rank=self.rank)
         raise ValueError(f"rank {peer} cannot send to itself")
+
+
+def _pause(waited_s: float) -> None:
+    if waited_s < _EAGER_S:
+        os.sched_yield()
+    else:
+        time.sleep(min(max(_PART * waited_s, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
 
 
 def _abandon(lock: Any, rank: int, links: Sequence[MpiLink], inbox: Inbox) -> None:
