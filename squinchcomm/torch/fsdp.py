@@ -25,6 +25,7 @@ from squinchcomm.kernels.codec import Codec
 from squinchcomm.policy import choose_codec
 from squinchcomm.torch.exchange import SlotPool, exchange, wire_device
 from squinchcomm.torch.guards import lossless
+from squinchcomm.torch.reductions import reduction
 from squinchcomm.torch.tensors import to_fill, to_send
 
 log = logging.getLogger("squinchcomm")
@@ -218,11 +219,10 @@ def _scale_of(op: Any, ranks: int) -> float:
     Raises:
         ConfigError: `op` is not SUM, AVG or PREMUL_SUM by a number.
     """
-    if op == dist.ReduceOp.AVG:
-        return 1.0 / ranks
-    if op == dist.ReduceOp.SUM:
-        return 1.0
-    kind, factor = op.__getstate__() if isinstance(op, dist.ReduceOp) else (op, None)
-    if kind == dist.ReduceOp.PREMUL_SUM and isinstance(factor, float):
-        return factor
-    raise ConfigError(f"gradients can be summed or averaged in compressed form, but FSDP2 asks for {kind}")
+    asked = reduction(op)
+    if asked.name == "premul_sum" and isinstance(asked.factor, float):
+        return asked.factor
+    scales = {"sum": 1.0, "avg": 1.0 / ranks}
+    if asked.name not in scales:
+        raise ConfigError(f"gradients can be summed or averaged in compressed form; FSDP2 asks for {asked.name}")
+    return scales[asked.name]
