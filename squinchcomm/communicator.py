@@ -19,15 +19,22 @@ from squinchcomm.collectives.call import Call
 from squinchcomm.collectives.channel import Channel
 from squinchcomm.collectives.coder import CodecCoder, Coder, PlainCoder, mix
 from squinchcomm.collectives.exchange import DIRECT_BYTES, DIRECT_RANKS, Exchange, direct_allreduce
+from squinchcomm.collectives.hierarchy import (
+    HIERARCHY_BYTES,
+    Hierarchy,
+    Topology,
+    allreduce_shards,
+    reduce_scatter_shards,
+)
 from squinchcomm.collectives.p2p import Message, PointToPoint
-from squinchcomm.collectives.plan import Plan
+from squinchcomm.collectives.plan import MAX_CHUNK_BYTES, Plan
 from squinchcomm.collectives.reduction import check_reduction
 from squinchcomm.collectives.wire import Signature
 from squinchcomm.config import Config
 from squinchcomm.errors import CommunicatorAborted
 from squinchcomm.kernels import warm_up
 from squinchcomm.kernels.codec import Codec
-from squinchcomm.kernels.dtypes import dtype_name
+from squinchcomm.kernels.dtypes import BFLOAT16, FLOAT16, dtype_name
 from squinchcomm.lane import Body, Lane
 from squinchcomm.policy import choose_codec
 from squinchcomm.stats import Stats
@@ -73,6 +80,7 @@ class Communicator:
         self._channel = Channel(collectives, epoch, self.stats)
         self._lane = Lane(self._channel, config.resolved_codec_threads(self.hosts.count(self.hosts[self.rank])))
         self._messages = PointToPoint(messages, epoch, self.stats)
+        self._topology = Topology(self.hosts)
         self._movement_bytes = min(config.chunk_bytes, collectives.max_payload_bytes)
         self._compressed_before: set[tuple[Any, ...]] = set()
         self._pid = os.getpid()
@@ -123,7 +131,7 @@ class Communicator:
             if chosen.lossless and flat.data.nbytes <= DIRECT_BYTES and self.world_size <= DIRECT_RANKS:
                 direct_allreduce(call, coder, flat.data)
             elif self.world_size > 1:
-                Exchange(call, coder, self._even_plan(flat.data, coder), flat.data).allreduce()
+                self._reduction(call, coder, flat.data).allreduce()
             flat.write_back()
 
         return self._submit(signature, body, flat.data.nbytes, async_op, timeout_s)
@@ -183,8 +191,7 @@ class Communicator:
         def body(call: Call) -> None:
             coder = self._coder(chosen, source.data.dtype, op, call)
             if self.world_size > 1:
-                plan = Plan.uneven(parts, source.data.itemsize, coder.tile, self._chunk_bytes(source.data))
-                Exchange(call, coder, plan, source.data).reduce_scatter(target.data)
+                self._reduction(call, coder, source.data, parts).reduce_scatter(target.data)
             else:
                 target.data[:] = source.data
             target.write_back()
@@ -492,6 +499,27 @@ class Communicator:
         if not self.config.chunk_bytes:
             return 0
         return min(max(self.config.chunk_bytes * data.itemsize // 4, 1), self._transports[0].max_payload_bytes)
+
+    def _reduction(
+        self, call: Call, coder: Coder, data: np.ndarray, parts: Sequence[int] | None = None
+    ) -> Exchange | Hierarchy:
+        """The algorithm for a reduction of `data`, in the given parts, one a rank, or in whatever parts suit it."""
+        if not self._takes_hierarchy(coder, data):
+            if parts is None:
+                return Exchange(call, coder, self._even_plan(data, coder), data)
+            return Exchange(call, coder, Plan.uneven(parts, data.itemsize, coder.tile, self._chunk_bytes(data)), data)
+        cut = data.itemsize, coder.tile, self._chunk_bytes(data), MAX_CHUNK_BYTES  # contributions travel raw inside a host
+        if parts is None:
+            shards = allreduce_shards(self._topology)
+            return Hierarchy(call, coder, Plan.even(data.size, len(shards), *cut), data, self._topology, shards)
+        return Hierarchy(call, coder, Plan.uneven(parts, *cut), data, self._topology, reduce_scatter_shards(self._topology))
+
+    def _takes_hierarchy(self, coder: Coder, data: np.ndarray) -> bool:
+        if self.config.algorithm == "flat" or not self._topology.layered:
+            return False
+        if isinstance(coder, PlainCoder) and data.dtype in (FLOAT16, BFLOAT16):
+            return False  # the sums of hosts would be rounded before they are added
+        return self.config.algorithm == "hierarchical" or data.nbytes >= HIERARCHY_BYTES
 
     def _even_plan(self, data: np.ndarray, coder: Coder) -> Plan:
         return Plan.even(data.size, self.world_size, data.itemsize, coder.tile, self._chunk_bytes(data))

@@ -191,6 +191,13 @@ class Config:
         "a size such as 65536, 64K or 1M; 0 chooses",
         "bytes of float32 input that one chunk of the pipeline covers, at most 4 MiB",
     )
+    algorithm: str = _setting(
+        "SQUINCH_ALGORITHM",
+        "auto",
+        _choice("auto", "flat", "hierarchical"),
+        "auto, flat or hierarchical",
+        "reductions where ranks share hosts: among all ranks, or inside hosts first; auto decides by size",
+    )
     timeout_s: float = _setting(
         "SQUINCH_TIMEOUT", 60.0, _seconds(0, inclusive=False), "seconds above 0", "seconds that a call may take before it fails"
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,14 @@ def run_world(
     *,
     transport: str = "inproc",
     options: TransportOptions | None = None,
+    hosts: Sequence[str] = (),
     **settings: Any,
 ) -> list[Any]:
     """Runs `body(comm)` on each of `world_size` ranks in threads of this process and returns what they return, in rank order.
 
     The first rank's exception is raised here after all ranks have ended.
     """
-    results = outcomes(world_size, body, transport=transport, options=options, **settings)
+    results = outcomes(world_size, body, transport=transport, options=options, hosts=hosts, **settings)
     failed = [result for result in results if isinstance(result, BaseException)]
     if failed:
         raise failed[0]
@@ -49,17 +51,22 @@ def outcomes(
     *,
     transport: str = "inproc",
     options: TransportOptions | None = None,
+    hosts: Sequence[str] = (),
     damage: dict[int, Damage] | None = None,
     **settings: Any,
 ) -> list[Any]:
-    """As `run_world`, with a rank's exception in the place of its result; frames to a rank in `damage` pass through that."""
+    """As `run_world`, with a rank's exception in the place of its result; frames to a rank in `damage` pass through that.
+
+    `hosts` says on which host each rank pretends to be.
+    """
     config = Config(**settings)
     rendezvous = InprocRendezvous(world_size)
     results: list[Any] = [None] * world_size
 
     def rank_main(rank: int) -> None:
         try:
-            backend = get_backend(transport, options or TransportOptions())
+            own = options or TransportOptions()
+            backend = get_backend(transport, dataclasses.replace(own, host=hosts[rank]) if hosts else own)
             if damage and rank in damage:
                 backend = FaultyBackend(backend, damage[rank])
             comm = join(backend, rank, lambda blob: rendezvous.exchange(rank, blob, 20.0), config)

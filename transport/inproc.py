@@ -22,7 +22,8 @@ _mailboxes: weakref.WeakValueDictionary[bytes, Mailbox] = weakref.WeakValueDicti
 class Mailbox:
     """What has arrived for one rank, and how many unreleased frames each peer has here."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = HOST) -> None:
+        self.host = host
         self.changed = threading.Condition()
         self.frames: deque[InprocFrame] = deque()
         self.held: dict[int, int] = {}
@@ -75,7 +76,7 @@ class InprocTransport(Transport):
     def __init__(self, rank: int, mailbox: Mailbox, peers: dict[int, Mailbox], options: TransportOptions) -> None:
         self.rank = rank
         self.world_size = len(peers) + 1
-        self.hosts = (HOST,) * self.world_size
+        self.hosts = tuple((mailbox if each == rank else peers[each]).host for each in range(self.world_size))
         self.max_payload_bytes = options.max_payload_bytes
         self.window = options.window
         self._mailbox = mailbox
@@ -149,7 +150,7 @@ class InprocListener(Listener):
 
     def __init__(self, options: TransportOptions) -> None:
         self._options = options
-        self._mailbox: Mailbox | None = Mailbox()
+        self._mailbox: Mailbox | None = Mailbox(options.host if options.host is not None else HOST)
         self.address = secrets.token_bytes(16)
         _mailboxes[self.address] = self._mailbox
 

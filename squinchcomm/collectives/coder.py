@@ -1,7 +1,8 @@
 """How one collective puts elements on the wire: as they are, or through a codec.
 
 Both coders have the same steps, each over one chunk: `outgoing` makes the payload of a contribution, `combine` sums the contributions
-of all ranks and makes the payload of the result, `combine_into` sums them into an array, `incoming` writes a payload to an array.
+of all ranks and makes the payload of the result, `partial` does so for some of the ranks, `combine_into` sums them into an array,
+`incoming` writes a payload to an array.
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ class PlainCoder:
         self.combine_into(inputs, own)
         return self.outgoing(own, key, room)
 
+    def partial(self, inputs: Sequence[Any], own: np.ndarray, key: int, room: np.ndarray | None) -> np.ndarray:
+        """As `combine`, for contributions of some ranks: "avg" does not divide yet, and `own` is left alone."""
+        total = np.empty_like(own) if room is None else room.view(self.dtype)
+        reduce_arrays([piece.view(self.dtype) for piece in inputs], total, "sum" if self.op == "avg" else self.op, 1)
+        return total.view(np.uint8)
+
     def combine_into(self, inputs: Sequence[Any], out: np.ndarray) -> None:
         """Sums payloads and arrays in their order into `out`."""
         reduce_arrays([piece.view(self.dtype) for piece in inputs], out, self.op, self.world_size)
@@ -83,6 +90,10 @@ class CodecCoder:
     def combine(self, inputs: Sequence[Any], own: np.ndarray, key: int, room: np.ndarray | None) -> np.ndarray:
         """Sums encoded payloads and the exact `own` array and returns the payload of the sum; `own` is left alone."""
         return self.codec.reduce_encode(inputs, own.size, room, scale=self.scale, seed=mix(self.seed, key))
+
+    def partial(self, inputs: Sequence[Any], own: np.ndarray, key: int, room: np.ndarray | None) -> np.ndarray:
+        """As `combine`, for contributions of some ranks: "avg" does not divide yet."""
+        return self.codec.reduce_encode(inputs, own.size, room, seed=mix(self.seed, key))
 
     def combine_into(self, inputs: Sequence[Any], out: np.ndarray) -> None:
         """Sums payloads and arrays in their order into `out`."""

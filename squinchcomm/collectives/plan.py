@@ -14,34 +14,34 @@ CHUNKS_PER_SHARD = 4
 
 
 class Plan:
-    """Shards and chunks of an array of `count` elements, the same on all ranks.
+    """Shards and chunks of an array, the same on all ranks. A chunk has `chunk_bytes`, or what suits the shards, `most` at most.
 
     Attributes:
-        bounds: world_size + 1 offsets; shard r is `bounds[r]:bounds[r + 1]`.
+        bounds: One offset more than shards; shard r is `bounds[r]:bounds[r + 1]`.
         chunk: Elements in a chunk, the last of a shard excepted; a multiple of `tile`.
     """
 
     __slots__ = ("bounds", "chunk")
 
-    def __init__(self, bounds: Sequence[int], itemsize: int, tile: int, chunk_bytes: int = 0) -> None:
+    def __init__(self, bounds: Sequence[int], itemsize: int, tile: int, chunk_bytes: int = 0, most: int = 0) -> None:
         self.bounds = bounds
         if not chunk_bytes:
             largest = max(stop - start for start, stop in pairwise(bounds)) * itemsize
-            most = MAX_CHUNK_BYTES if tile == 1 else MAX_ENCODED_CHUNK_BYTES
+            most = most or (MAX_CHUNK_BYTES if tile == 1 else MAX_ENCODED_CHUNK_BYTES)
             chunk_bytes = min(max(largest // CHUNKS_PER_SHARD, MIN_CHUNK_BYTES), most)
         self.chunk = max(1, round(chunk_bytes / itemsize / tile)) * tile
 
     @classmethod
-    def even(cls, count: int, world_size: int, itemsize: int, tile: int, chunk_bytes: int = 0) -> Plan:
+    def even(cls, count: int, shards: int, itemsize: int, tile: int, chunk_bytes: int = 0, most: int = 0) -> Plan:
         """Shards of nearly equal size whose boundaries are multiples of `tile`, so that no tile is split."""
         tiles = -(-count // tile)
-        cuts = [min(count, tiles * rank // world_size * tile) for rank in range(world_size)]
-        return cls([*cuts, count], itemsize, tile, chunk_bytes)
+        cuts = [min(count, tiles * shard // shards * tile) for shard in range(shards)]
+        return cls([*cuts, count], itemsize, tile, chunk_bytes, most)
 
     @classmethod
-    def uneven(cls, counts: Sequence[int], itemsize: int, tile: int, chunk_bytes: int = 0) -> Plan:
+    def uneven(cls, counts: Sequence[int], itemsize: int, tile: int, chunk_bytes: int = 0, most: int = 0) -> Plan:
         """Shards of the given sizes."""
-        return cls([0, *accumulate(counts)], itemsize, tile, chunk_bytes)
+        return cls([0, *accumulate(counts)], itemsize, tile, chunk_bytes, most)
 
     def chunks(self, shard: int) -> int:
         """Number of chunks in a shard; 0 if it is empty."""
