@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 import zmq
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from squinchcomm.bootstrap import transport_options
 from squinchcomm.communicator import Communicator
@@ -119,7 +119,9 @@ class _Meeting:
         left_s += 1.0 if self._rank else 0.0
         try:
             self._store.wait([key], timedelta(seconds=left_s))
-        except DistError:
+        except RuntimeError as error:  # a plain one in the case of a file store
+            if time.monotonic() < self._deadline:
+                raise PeerLost(f"the store where the group's ranks meet failed: {error}", rank=self._rank, peer=0) from error
             raise self._lost([peer]) from None
         return self._store.get(key)
 

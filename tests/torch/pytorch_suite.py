@@ -4,7 +4,8 @@
 
 The suite decides which tests to run when it is imported, by the name of the backend: "only gloo supports timeouts". With
 `--like gloo` (the default) it is imported under that name, so that it offers what it offers gloo, and then told the real one:
-every process group it makes is of that backend. `--like mpi` offers the tests that it reserves for MPI.
+every process group it makes is of that backend. `--like mpi` offers the tests that it reserves for MPI, sub-groups of small
+worlds among them.
 
 Ranks are forked from a process that has imported everything: a test takes a second, not one import of torch a rank.
 """
@@ -31,10 +32,10 @@ def load_suite(backend: str, like: str) -> type[unittest.TestCase]:
 
     tables = common_distributed.DistTestCases
     for feature in ("ddp", "subgroup", "plugin", "gpu", "cuda"):
-        tables.backend_feature[feature].add(backend)
+        tables.backend_feature[feature] |= {backend, like}
     from torch.testing._internal.distributed import distributed_test as suite
 
-    os.environ["BACKEND"] = suite.BACKEND = backend
+    suite.BACKEND = backend
     if backend == "squinch":
         run_as_on_gloo(suite)
 

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +50,24 @@ class World:
     def outcomes(self, timeout_s: float = 60.0) -> list[Any]:
         """What each rank returned, `Failed` if it raised, None if it died without a word; all have ended then."""
         deadline = time.monotonic() + timeout_s
-        results: list[Any] = []
+        results: list[Any] = [None] * len(self._pipes)
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         try:
-            for rank, pipe in enumerate(self._pipes):
-                if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise Failed(f"rank {rank} said nothing for {timeout_s} s; so far {results}")
-                try:
-                    kind, value = pipe.recv()
-                    results.append(value if kind == "result" else Failed(f"rank {rank}: {value}"))
-                except EOFError:
-                    results.append(None)
+            while waiting:
+                ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    first = next((result for result in results if isinstance(result, Failed)), None)
+                    raise first or Failed(f"ranks {sorted(waiting.values())} said nothing for {timeout_s} s; so far {results}")
+                for pipe in ready:
+                    rank = waiting.pop(pipe)
+                    try:
+                        kind, value = pipe.recv()
+                    except EOFError:
+                        continue
+                    if kind == "failure":
+                        value = Failed(f"rank {rank}: {value}")
+                        deadline = min(deadline, time.monotonic() + 5)  # the others wait for it in vain
+                    results[rank] = value
             for process in self.processes:
                 process.join(max(0.1, deadline - time.monotonic()))
                 assert process.exitcode is not None, "a rank has returned and does not end"

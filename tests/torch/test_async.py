@@ -86,7 +86,7 @@ def timeouts(rank: int) -> None:
     group = dist.new_group(timeout=timedelta(seconds=0.4))
     if rank == 0:
         started = time.monotonic()
-        with pytest.raises(RuntimeError, match=" Timed out .*allreduce #.*waiting for rank 1"):
+        with pytest.raises(RuntimeError, match=r" Timed out .*allreduce #.*waiting for rank 1"):
             dist.all_reduce(torch.ones(3), group=group)
         assert 0.3 < time.monotonic() - started < 1.4
         with pytest.raises(CommunicatorAborted):
