@@ -26,7 +26,7 @@ from links_ranks import Ranks
 from links_report import Row
 
 KIB, MIB = 1024, 1024 * 1024
-RATES = {"0.1Gbit": 0.1e9, "1Gbit": 1e9, "10Gbit": 10e9, "unshaped": None}
+RATES = {"0.1Gbit": 0.1e9, "1Gbit": 1e9, "10Gbit": 10e9, "unshaped": None, "loopback": None}
 SIZES = [4 * KIB, 32 * KIB, 256 * KIB, 2 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
 SIZE_CAPS = {"0.1Gbit": 16 * MIB}  # a larger array takes gloo more than 5 s a call
 CONTENDERS = ["squinch6", "none", "gloo-f32", "gloo-bf16"]
@@ -38,6 +38,7 @@ class Plan:
     """What to measure."""
 
     ranks: list[int]
+    per_host: int
     links: list[str]
     sizes: list[int]
     contenders: list[str]
@@ -50,6 +51,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="All-reduce on shaped links: squinchcomm beside gloo, in one run.")
     parser.add_argument("--quick", action="store_true", help="4 ranks, 4K, 64K and 64M, 1Gbit, 10Gbit and unshaped")
     parser.add_argument("--ranks", type=int, nargs="+", default=None, help="world sizes")
+    parser.add_argument("--per-host", type=int, default=1, metavar="N", help="ranks on each host; links join hosts")
     parser.add_argument("--links", nargs="+", choices=RATES, default=None, help="kinds of links")
     parser.add_argument("--sizes", nargs="+", type=_size, default=None, help="bytes of float32, with K, M or G")
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS, help="squinchcomm codecs, gloo-f32, gloo-bf16")
@@ -68,9 +70,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def plan_of(options: argparse.Namespace) -> Plan:
     """Defaults filled in."""
     quick = options.quick
+    if options.per_host < 1 or any(size % options.per_host for size in options.ranks or [4]):
+        raise SystemExit(f"links.py: --per-host {options.per_host} does not divide the ranks")
     return Plan(
-        ranks=options.ranks or ([4] if quick else [2, 4]),
-        links=options.links or (["1Gbit", "10Gbit", "unshaped"] if quick else list(RATES)),
+        ranks=options.ranks or ([4] if quick or options.per_host > 1 else [2, 4]),
+        per_host=options.per_host,
+        links=options.links or (["1Gbit", "10Gbit", "loopback"] if quick else list(RATES)),
         sizes=options.sizes or ([4 * KIB, 64 * KIB, 64 * MIB] if quick else SIZES),
         contenders=options.contenders,
         budget_s=options.budget or (5.0 if quick else 10.0),
@@ -81,9 +86,10 @@ def plan_of(options: argparse.Namespace) -> Plan:
 def measure(plan: Plan) -> Iterator[Row]:
     """Rows in the order of ranks, links and sizes, as they are measured."""
     for world_size in plan.ranks:
+        between = [link for link in plan.links if link != "loopback"]
         with _network(plan, world_size) as network, Ranks(world_size, network) as ranks:
             _open(ranks, plan.contenders)
-            for link in plan.links:
+            for link in between:
                 contenders = plan.contenders
                 if network is not None:
                     network.shape(RATES[link])
@@ -94,18 +100,25 @@ def measure(plan: Plan) -> Iterator[Row]:
                     continue
                 for size in plan.sizes:
                     if size <= SIZE_CAPS.get(link, size):
-                        yield from _cell(ranks, link, size, contenders, plan.budget_s)
+                        yield from _cell(ranks, link, size, contenders, plan)
             ranks.ask("close")
+        if "loopback" in plan.links:
+            with Ranks(world_size, None, one_host=True) as ranks:
+                _open(ranks, plan.contenders)
+                for size in plan.sizes:
+                    yield from _cell(ranks, "loopback", size, plan.contenders, plan)
+                ranks.ask("close")
 
 
-def _cell(ranks: Ranks, link: str, size: int, contenders: list[str], budget_s: float) -> list[Row]:
+def _cell(ranks: Ranks, link: str, size: int, contenders: list[str], plan: Plan) -> list[Row]:
     ranks.ask("load", count=size // 4)
     # Two rounds: the first one may load code or compile it.
     warm = ranks.ask("measure", contenders=contenders, repeats=2, check=True)
     round_s = sum(max(answer["times"][name][1] for answer in warm) for name in contenders)
-    repeats = int(min(100, max(5 if round_s < 3 else 3, budget_s / max(round_s, 1e-3))))
+    repeats = int(min(100, max(5 if round_s < 3 else 3, plan.budget_s / max(round_s, 1e-3))))
     answers = ranks.ask("measure", contenders=contenders, repeats=repeats, check=False)
-    return links_report.rows(link, RATES[link], size, answers, [answer["checks"] for answer in warm])
+    hosts = 1 if link == "loopback" else ranks.world_size // plan.per_host
+    return links_report.rows(link, RATES[link], size, answers, [answer["checks"] for answer in warm], hosts)
 
 
 def start_up(plan: Plan, world_size: int = 4, tries: int = 3) -> dict[str, Any]:
@@ -137,10 +150,12 @@ def _open(ranks: Ranks, contenders: list[str]) -> None:
         ranks.ask("open_gloo")
     if any(not name.startswith("gloo") for name in contenders):
         ranks.ask("open_squinch")
+    if any(name.endswith("/flat") for name in contenders):
+        ranks.ask("open_flat")
 
 
 def _network(plan: Plan, world_size: int) -> netns.Network | nullcontext[None]:
-    return nullcontext(None) if plan.emulate else netns.Network(world_size)
+    return nullcontext(None) if plan.emulate else netns.Network(world_size // plan.per_host)
 
 
 def _extras(plan: Plan) -> dict[str, Any]:

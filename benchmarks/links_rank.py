@@ -27,6 +27,7 @@ class Rank:
         self.rank, self.world_size, self.host = rank, world_size, host
         self.gloo_address, self.squinch_address, self.interface = gloo, squinch, interface
         self.comm: Any = None
+        self.flat: Any = None  # as `comm`, with the flat algorithm
         self.dist: Any = None
         self.count = 0
 
@@ -42,18 +43,25 @@ class Rank:
 
     def open_squinch(self, *, link_rate: str | None = None) -> None:
         """Joins the communicator, anew if there is one."""
-        import squinchcomm
-
         if self.comm is not None:
             self.comm.close()
-        self.comm = squinchcomm.init(
+        self.comm = self._init(link_rate=link_rate)
+
+    def open_flat(self) -> None:
+        """Joins another one that never combines inside hosts first."""
+        self.flat = self._init(algorithm="flat")
+
+    def _init(self, **settings: Any) -> Any:
+        import squinchcomm
+
+        return squinchcomm.init(
             rank=self.rank,
             world_size=self.world_size,
             address=self.squinch_address,
             security="none",
             host=self.host,
             interface=self.interface,
-            link_rate=link_rate,
+            **settings,
         )
 
     def first_call(self) -> None:
@@ -99,8 +107,9 @@ class Rank:
 
     def close(self) -> None:
         """Leaves both groups."""
-        if self.comm is not None:
-            self.comm.close()
+        for comm in (self.comm, self.flat):
+            if comm is not None:
+                comm.close()
         if self.dist is not None:
             self.dist.destroy_process_group()
 
@@ -126,7 +135,9 @@ class Rank:
 
             tensor = torch.from_numpy(buffer)
             return lambda: self.dist.all_reduce(tensor), lambda: buffer
-        return lambda: self.comm.allreduce(buffer, "sum", codec=name), lambda: buffer
+        codec, _, algorithm = name.partition("/")
+        comm = self.flat if algorithm == "flat" else self.comm
+        return lambda: comm.allreduce(buffer, "sum", codec=codec), lambda: buffer
 
     def _check(self, result: np.ndarray) -> dict[str, float]:
         """This rank's share of the comparison with a float64 sum, and a checksum of the whole result."""

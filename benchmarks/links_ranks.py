@@ -26,10 +26,11 @@ class Ranks:
 
     Args:
         world_size: Number of ranks.
-        network: Where they live; None puts all of them on the loopback interface.
+        network: Where they live, as many on each host; None puts all of them on the loopback interface.
+        one_host: Without a network, they know that they share a machine; else each takes itself for a host of its own.
     """
 
-    def __init__(self, world_size: int, network: Network | None) -> None:
+    def __init__(self, world_size: int, network: Network | None, *, one_host: bool = False) -> None:
         self.world_size = world_size
         port = next(_PORTS)
         host = network.address(0) if network else "127.0.0.1"
@@ -38,17 +39,18 @@ class Ranks:
         self._processes = []
         self._answers: list[queue.Queue[str]] = [queue.Queue() for _ in range(world_size)]
         for rank in range(world_size):
+            place = rank * len(network.names) // world_size if network else 0 if one_host else rank
             settings = {
                 "rank": rank,
                 "world_size": world_size,
-                "host": network.names[rank] if network else f"host{rank}",
+                "host": network.names[place] if network else f"host{place}",
                 "gloo": f"tcp://{host}:{port}",
                 "squinch": f"tcp://{host}:{port + 1}",
                 "interface": INTERFACE if network else "lo",
             }
             command = [sys.executable, _SCRIPT, json.dumps(settings)]
             process = subprocess.Popen(
-                network.command(rank, command) if network else command,
+                network.command(place, command) if network else command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
