@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import multiprocessing
 import os
 import pstats
 import statistics
@@ -22,7 +23,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 import squinchcomm.torch
 
@@ -93,7 +93,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(measure, (options, f"{folder}/store"), nprocs=options.ranks)
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=measure, args=(rank, options, f"{folder}/store")) for rank in range(options.ranks)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    if any(process.exitcode for process in ranks):
+        sys.exit("a rank failed; its error is above")
 
 
 if __name__ == "__main__":

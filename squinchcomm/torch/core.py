@@ -27,7 +27,12 @@ from squinchcomm.torch.works import FinishedWork, GroupWork
 from squinchcomm.work import Work
 
 Tensor = torch.Tensor
-_FLOATS = {torch.float32: FLOAT32, torch.float64: FLOAT64, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+_FLOATS: dict[torch.dtype, np.dtype] = {
+    torch.float32: FLOAT32,
+    torch.float64: FLOAT64,
+    torch.float16: FLOAT16,
+    torch.bfloat16: BFLOAT16,
+}
 _OTHER = np.dtype(np.int64)
 
 

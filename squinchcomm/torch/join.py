@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 import zmq
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from squinchcomm.bootstrap import transport_options
 from squinchcomm.communicator import Communicator

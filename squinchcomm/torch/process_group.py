@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import ReduceOp
 
 from squinchcomm.torch.core import Core, How
@@ -31,7 +32,7 @@ class SquinchProcessGroup(dist.ProcessGroup):
         communicator: What carries it, with `stats`.
     """
 
-    def __init__(self, core: Core, store: dist.Store, name: str, options: Options) -> None:
+    def __init__(self, core: Core, store: Store, name: str, options: Options) -> None:
         super().__init__(core.comm.rank, core.comm.world_size)  # the form with a store fails for subclasses
         self.squinch_options = options
         self.communicator = core.comm
@@ -56,13 +57,10 @@ class SquinchProcessGroup(dist.ProcessGroup):
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         return self._joined([self._core.allreduce_joined(alike, op, how) for alike in kinds.values()])
 
-    def reduce(
-        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, *, root: int = 0
-    ) -> dist.Work:
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Tensors and ReduceOptions, or one tensor, root and ReduceOp."""
-        root = opts if isinstance(opts, int) else root if opts is None else opts.rootRank
-        chosen = _reduction(op if op is not None or isinstance(opts, int) else opts)
-        return self._note(self._core.reduce(_only(tensors), root, chosen, self._how(opts, timeout)))
+        chosen = _reduction(op if isinstance(opts, int) else opts)
+        return self._note(self._core.reduce(_only(tensors), _root(opts), chosen, self._how(opts, timeout)))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Lists of outputs and of lists of inputs, or one output and its list of inputs."""
@@ -217,7 +215,7 @@ class SquinchProcessGroup(dist.ProcessGroup):
     getBackendName = _get_backend_name = name  # noqa: N815
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> str:
         """The group's name, by which functional collectives find it."""
         return self._name
 
@@ -229,7 +227,7 @@ class SquinchProcessGroup(dist.ProcessGroup):
         self._name = name
 
     @property
-    def group_desc(self) -> str:  # type: ignore[override]
+    def group_desc(self) -> str:
         """What the user calls the group."""
         return self._description
 
@@ -241,10 +239,10 @@ class SquinchProcessGroup(dist.ProcessGroup):
         self._description = description
 
     @property
-    def _device_types(self) -> list[torch.device]:  # type: ignore[override]
+    def _device_types(self) -> list[torch.device]:
         return [torch.device(kind) for kind in ("cpu", "cuda") if kind == "cpu" or torch.cuda.is_available()]
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         """The store through which the group's ranks met."""
         return self._store
 
@@ -258,9 +256,9 @@ class SquinchProcessGroup(dist.ProcessGroup):
         return False
 
     def _how(self, opts: Any, timeout: timedelta | None = None) -> How:
-        """From an options object; forms without one give only a timeout, and return at once."""
+        """From an options object; forms without one give only a timeout, perhaps in its place, and return at once."""
         async_op = getattr(opts, "asyncOp", True)
-        given = timeout if timeout is not None else getattr(opts, "timeout", None)
+        given = timeout or (opts if isinstance(opts, timedelta) else getattr(opts, "timeout", None))
         seconds = 0.0 if given is None else given.total_seconds()
         return How(async_op, seconds if seconds > 0 else self._timeout_s)
 

@@ -69,9 +69,9 @@ def _extend_monitored_barrier() -> None:
 
     @functools.wraps(original)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        ours = group if group is not None else dist.group.WORLD
-        if isinstance(ours, dist.ProcessGroup) and hasattr(ours, "squinch_options"):
-            ours.monitored_barrier(timeout, wait_all_ranks)
+        chosen: Any = group if group is not None else dist.group.WORLD
+        if hasattr(chosen, "squinch_options"):
+            chosen.monitored_barrier(timeout, wait_all_ranks)
         else:
             original(group, timeout, wait_all_ranks)
 

@@ -157,6 +157,5 @@ class JoinedWork(dist.Work):
 
 
 def _new_future(outputs: Sequence[torch.Tensor]) -> Any:
-    devices = list({tensor.device for tensor in outputs if not tensor.is_cpu})
+    devices: list[Any] = list({tensor.device for tensor in outputs if not tensor.is_cpu})
     return torch.futures.Future(devices=devices)
-
