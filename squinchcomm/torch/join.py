@@ -17,7 +17,6 @@ from datetime import timedelta
 from typing import Annotated
 
 import msgspec
-import zmq
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from squinchcomm.bootstrap import transport_options
@@ -25,9 +24,11 @@ from squinchcomm.communicator import Communicator
 from squinchcomm.config import Config, configure_logging
 from squinchcomm.errors import PeerLost
 from squinchcomm.joining import join
+from squinchcomm.joining import join
 from squinchcomm.launch import LaunchInfo
 from squinchcomm.transport.options import JobKey
 from squinchcomm.transport.registry import get_backend
+from squinchcomm.transport.security import generate_key
 
 _MAX_WORLD = 16384
 _Blob = Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
@@ -82,13 +83,13 @@ class _Meeting:
         self._round = f"squinch/{store.add(f'squinch/rounds/{rank}', 1)}"
 
     def share_secret(self) -> _Secret:
-        key = f"{self._round}/secret"
+        entry = f"{self._round}/secret"
         if self._rank == 0:
-            public, secret = (each.decode() for each in zmq.curve_keypair())
-            made = _Secret(secrets.token_hex(16), public, secret)
-            self._put(key, msgspec.msgpack.encode(made))
+            key = generate_key()
+            made = _Secret(secrets.token_hex(16), key.public, key.secret)
+            self._put(entry, msgspec.msgpack.encode(made))
             return made
-        return msgspec.msgpack.decode(self._take(key, 0), type=_Secret)
+        return msgspec.msgpack.decode(self._take(entry, 0), type=_Secret)
 
     def exchange(self, blob: bytes) -> list[bytes]:
         if self._rank == 0:

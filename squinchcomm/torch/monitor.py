@@ -92,4 +92,6 @@ def _report(comm: Communicator, timeout_s: float) -> None:
     absent = np.flatnonzero(flags).tolist()
     if absent:
         names = ", ".join(map(str, absent))
-        raise GroupTimeout(f"{reached}: rank {names} failed to pass it in {round(timeout_s * 1000)} ms", rank=rank, peer=absent[0])
+        raise GroupTimeout(
+            f"{reached}: rank {names} failed to pass it in {round(timeout_s * 1000)} ms", rank=rank, peer=absent[0]
+        )

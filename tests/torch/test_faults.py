@@ -54,7 +54,7 @@ def pairs() -> list[tuple[str, Any, Any, str]]:
             # Its root has sent and is done; it hears of it in its next call.
             lambda g: (dist.broadcast(torch.ones(4), 0, group=g), dist.barrier(group=g)),
             lambda g: (dist.broadcast(torch.ones(4), 1, group=g), dist.barrier(group=g)),
-            "broadcast / root 1",
+            "broadcast",
         ),
         ("codec", _compressed, lambda g: dist.all_reduce(torch.ones(50_000), group=g), "squinch6"),
         (
