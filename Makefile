@@ -34,6 +34,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-full: $(STAMP)
+	@sh tools/system-packages.sh full
 	$(BIN)/python -m pytest -m '' $(ARGS)
 
 lint: $(STAMP)

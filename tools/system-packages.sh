@@ -1,11 +1,18 @@
 #!/bin/sh
 # Installs the Debian packages that setting up and some tests need, where that is possible: as root, with apt.
-# Always succeeds: without iproute2 tests in network namespaces are skipped, each by name.
+# `full` adds those of the slow tests: a real Slurm and a real Prometheus. Tests start their own, with folders and ports of their own;
+# where systemd runs, Debian starts munge and prometheus as services, too.
+# Always succeeds: tests that miss a program are skipped, each by name.
 set -u
 
 packages=""
 command -v ip >/dev/null && command -v tc >/dev/null || packages="$packages iproute2"
 python3 -c 'import ensurepip' 2>/dev/null || packages="$packages python3-venv"
+if [ "${1:-}" = full ]; then
+    command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null ||
+        packages="$packages slurmctld slurmd slurm-client munge"
+    command -v promtool >/dev/null || packages="$packages prometheus"
+fi
 if [ -z "$packages" ]; then
     exit 0
 fi
