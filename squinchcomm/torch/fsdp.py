@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -23,10 +23,11 @@ from squinchcomm.errors import ConfigError
 from squinchcomm.kernels import get_codec, warm_up
 from squinchcomm.kernels.codec import Codec
 from squinchcomm.policy import choose_codec
+from squinchcomm.torch.encoded_sum import EncodedSum
 from squinchcomm.torch.exchange import SlotPool, exchange, wire_device
 from squinchcomm.torch.guards import lossless
 from squinchcomm.torch.reductions import reduction
-from squinchcomm.torch.tensors import to_fill, to_send
+from squinchcomm.torch.tensors import in_place, to_fill, to_send
 
 log = logging.getLogger("squinchcomm")
 
@@ -42,8 +43,8 @@ def compress_fsdp(
     """Compresses the gradients of every `fully_shard`-ed module in `model`, on all ranks of its mesh alike.
 
     Sums, averages and divide factors are FSDP2's own, in its `reduce_dtype`. Modules whose gradients are smaller than
-    `min_compress_bytes` are reduced losslessly. On a 2-D mesh (HSDP) the reduce-scatter inside each sharding group is compressed;
-    the all-reduce between replicas is the backend's: lossless, except with the backend "squinch", which compresses it.
+    `min_compress_bytes` are reduced losslessly. On a 2-D mesh (HSDP) the all-reduce between replicas, which comes after the
+    reduce-scatter inside a sharding group, is compressed as well.
 
     Args:
         model: A model to which `fully_shard` has been applied.
@@ -74,6 +75,17 @@ def compress_fsdp(
                 module.set_custom_all_gather(all_gather)
         except ValueError as error:
             raise ConfigError(f"{type(module).__name__}: {error}") from error
+        _compress_replicas(module, get_codec(codec).name, settings, seed)
+
+
+def _compress_replicas(module: FSDPModule, codec: str, settings: _Settings, seed: int) -> None:
+    """FSDP2 has no extension point for the all-reduce of HSDP, but a place for its group."""
+    for parameters in module._get_fsdp_state()._fsdp_param_groups:
+        mesh: Any = parameters.mesh_info
+        group = getattr(mesh, "replicate_process_group", None)
+        if group is not None:
+            group = group.inner if isinstance(group, CompressedReplicas) else group
+            mesh.replicate_process_group = CompressedReplicas(group, codec, settings, seed)
 
 
 class _Settings:
@@ -133,7 +145,7 @@ class CompressedReduceScatter(ReduceScatter):
             raise
         own = source.reshape(group.size(), -1)[group.rank()]
 
-        def finish(done: Any) -> torch.Tensor:
+        def finish(done: Any) -> None:
             try:
                 done.value()
                 inputs = [
@@ -144,7 +156,6 @@ class CompressedReduceScatter(ReduceScatter):
                 self._settings.pool.give(slots)
             if land is not None:
                 land()
-            return output_tensor
 
         finished = arrived.then(finish)
         if async_op:
@@ -159,6 +170,44 @@ class CompressedReduceScatter(ReduceScatter):
         for peer in slots.peers:
             seed = mix(self._seed, (self._calls * ranks + peer) * ranks + rank)
             codec.encode(shards[peer], slots.outgoing_to(peer, slots.slot_bytes), seed=seed)
+
+
+class CompressedReplicas:
+    """Stands for the group of a shard's replicas where FSDP2 calls `all_reduce` on it; for all else it is that group."""
+
+    def __init__(self, inner: dist.ProcessGroup, codec: str, settings: _Settings, seed: int) -> None:
+        self.inner = inner
+        self.codec = codec
+        self._settings = settings
+        self._seed = seed
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Reduces the one tensor in `tensors`; returns when it is done."""
+        [tensor] = tensors
+        codec = self._settings.choose(self.codec, tensor, "all_reduce", self.inner)
+        if codec.lossless or self.inner.size() == 1:
+            with lossless():
+                return self.inner.allreduce(tensors, opts)
+        self._calls += 1
+        host, land = in_place(tensor)
+        values = flatten(host, "gradients", writable=True).data
+        scale, seed = _scale_of(opts.reduceOp, self.inner.size()), mix(self._seed, self._calls)
+        whole = EncodedSum(values, codec, self.inner, self._settings.pool, scale=scale, seed=seed)
+        try:
+            whole.encode()
+            exchange(whole.slots, self.inner).wait()
+            whole.combine()
+            exchange(whole.slots, self.inner).wait()
+            whole.decode()
+        finally:
+            whole.release()
+        if land is not None:
+            land()
+        return None
 
 
 class CompressedAllGather(AllGather):
@@ -197,13 +246,12 @@ class CompressedAllGather(AllGather):
         gathered = [torch.empty_like(encoded) for _ in range(group.size())]
         work = dist.all_gather(gathered, encoded, group=group, async_op=True)
 
-        def finish(done: Any) -> torch.Tensor:
+        def finish(done: Any) -> None:
             done.value()
             for part, payload in zip(parts, gathered, strict=True):
                 codec.decode(payload.cpu().numpy(), part.size, part)
             if land is not None:
                 land()
-            return output_tensor
 
         finished = work.get_future().then(finish)
         if async_op:

@@ -17,20 +17,18 @@ turnstile and goes through a group of its own.
 import logging
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from squinchcomm.arrays import flatten
 from squinchcomm.collectives.coder import mix
-from squinchcomm.collectives.plan import Plan
-from squinchcomm.errors import ConfigError
+from squinchcomm.errors import CommunicatorAborted, ConfigError, SquinchError
 from squinchcomm.kernels import get_codec, warm_up
 from squinchcomm.kernels.codec import Codec
 from squinchcomm.policy import choose_codec
+from squinchcomm.torch.encoded_sum import EncodedSum
 from squinchcomm.torch.error_feedback import BucketResiduals, ErrorFeedback
 from squinchcomm.torch.exchange import SlotPool, exchange, twin_of
 from squinchcomm.torch.guards import lossless
@@ -160,7 +158,10 @@ class CompressState:
             log.info("hook: gradient buckets of %d %s compressed with %s", buffer.numel(), buffer.dtype, self.codec)
 
 
-def compress_hook(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def compress_hook(
+    state: CompressState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket over the ranks in compressed form; for `DistributedDataParallel.register_comm_hook`.
 
     Returns:
@@ -178,7 +179,7 @@ def compress_hook(state: CompressState, bucket: dist.GradBucket) -> torch.future
     buffer = bucket.buffer()
     codec, number = state.begin(buffer)
     if state.group.size() == 1:
-        done: Any = torch.futures.Future()
+        done = _future_of(buffer)
         done.set_result(buffer)
         return done
     residuals = state.feedback.open(bucket.parameters()) if state.feedback is not None else None
@@ -212,38 +213,33 @@ class BucketAverage:
         self, state: CompressState, codec: Codec, number: int, buffer: torch.Tensor, residuals: BucketResiduals | None
     ) -> None:
         self.state = state
-        self.codec = codec
-        self.number = number
         self.buffer = buffer
         self.residuals = residuals
         host, self.land = in_place(buffer)
-        self.values = flatten(host, "bucket", writable=True).data
-        self.rank, self.ranks = state.group.rank(), state.group.size()
-        bounds = Plan.even(self.values.size, self.ranks, self.values.itemsize, codec.tile_size).bounds
-        self.shards = [slice(start, stop) for start, stop in pairwise(bounds)]
-        self.nbytes = [codec.encoded_nbytes(shard.stop - shard.start, self.values.dtype) for shard in self.shards]
-        self.outcome: Any = torch.futures.Future()
+        values = flatten(host, "bucket", writable=True).data
+        group = state.group
+        self.sum = EncodedSum(values, codec, group, state.pool, scale=1.0 / group.size(), seed=mix(state.seed, number))
+        self.outcome = _future_of(buffer)
 
     def start(self) -> Any:
         """Step 1; the future of the whole."""
         state = self.state
-        self.slots = state.pool.take(state.group, max(self.nbytes))
         try:
             self.ticket = state.turnstile.ticket()
-            self._encode()
-            arrived = exchange(self.slots, state.group)
+            self.sum.encode(None if self.residuals is None else self.residuals.copied())
+            arrived = exchange(self.sum.slots, state.group)
         except BaseException as error:
-            state.pool.give(self.slots)
+            self.sum.release()
             state.turnstile.fail(error)
             raise
-        state.wire_bytes += 2 * self.slots.outgoing.numel()
+        state.wire_bytes += 2 * self.sum.slots.outgoing.numel()
         arrived.then(lambda done: self._guarded(self._combine, done))
         return self.outcome.then(_raised)
 
     def go(self) -> None:
         """Step 3, in this bucket's turn."""
         try:
-            arrived = exchange(self.slots, self.state.results_group)
+            arrived = exchange(self.sum.slots, self.state.results_group)
             arrived.then(lambda done: self._guarded(self._decode, done))
         except BaseException as error:
             self._fail(error)
@@ -252,48 +248,17 @@ class BucketAverage:
         """Ends with the error of another bucket."""
         self._end(error)
 
-    def _encode(self) -> None:
-        coming = None if self.residuals is None else self.residuals.copied()
-        for peer in self.slots.peers:
-            shard = self.shards[peer]
-            self.codec.encode(
-                self.values[shard],
-                self.slots.outgoing_to(peer, self.nbytes[peer]),
-                residual=None if coming is None else coming[shard],
-                seed=self._seed(0, peer),
-            )
-
     def _combine(self) -> None:
         """Step 2, then the wait for step 3."""
-        shard, nbytes = self.shards[self.rank], self.nbytes[self.rank]
-        inputs: list[np.ndarray] = [
-            self.values[shard] if peer == self.rank else self.slots.incoming_from(peer, nbytes) for peer in range(self.ranks)
-        ]
-        out, scale, seed = self.slots.own_bytes(nbytes), 1.0 / self.ranks, self._seed(1, 0)
         if self.residuals is None:
-            self.codec.reduce_encode(inputs, shard.stop - shard.start, out, scale=scale, seed=seed)
+            self.sum.combine()
         else:
-            self._encode_with_residual(inputs, shard, out, scale, seed)
-        self.slots.send_own_to_all()
+            self.sum.combine_with_residual(self.residuals.current.numpy(), self.residuals.coming.numpy())
         self.state.turnstile.ready(self.ticket, self)
-
-    def _encode_with_residual(self, inputs: list[np.ndarray], shard: slice, out: np.ndarray, scale: float, seed: int) -> None:
-        """The owner's loss is that of the mean; as a residual of its contribution it counts `ranks` times."""
-        assert self.residuals is not None
-        inputs.insert(self.rank + 1, self.residuals.current.numpy()[shard])
-        total = np.empty(shard.stop - shard.start, np.float32)
-        self.codec.reduce(inputs, total)
-        lost = self.residuals.coming.numpy()[shard]
-        lost[:] = 0
-        self.codec.encode(total, out, scale=scale, residual=lost, seed=seed)
-        lost *= np.float32(self.ranks)
 
     def _decode(self) -> None:
         """Step 4."""
-        for peer, shard in enumerate(self.shards):
-            nbytes = self.nbytes[peer]
-            payload = self.slots.own_bytes(nbytes) if peer == self.rank else self.slots.incoming_from(peer, nbytes)
-            self.codec.decode(payload, shard.stop - shard.start, self.values[shard])
+        self.sum.decode()
         if self.land is not None:
             self.land()
         if self.state.feedback is not None and _is_finite(self.buffer):
@@ -308,17 +273,19 @@ class BucketAverage:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, SquinchError):
+            rank = self.state.group.rank()
+            error = CommunicatorAborted(f"rank {rank} did not get a gradient bucket of the others: {error}", rank=rank)
         self.state.turnstile.fail(error)
         self._end(error)
 
     def _end(self, outcome: Any) -> None:
-        self.state.pool.give(self.slots)
+        self.sum.release()
         self.outcome.set_result(outcome)
 
-    def _seed(self, phase: int, peer: int) -> int:
-        """Another one for each encoding of all ranks and steps."""
-        key = ((self.number * 2 + phase) * self.ranks + peer) * self.ranks + self.rank
-        return mix(self.state.seed, key)
+
+def _future_of(buffer: torch.Tensor) -> Any:
+    return torch.futures.Future(devices=None if buffer.is_cpu else [buffer.device])
 
 
 def _raised(done: Any) -> Any:

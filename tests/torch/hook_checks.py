@@ -6,6 +6,7 @@ import copy
 import io
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from squinchcomm.errors import ConfigError
 from squinchcomm.kernels import squinch6_reference as reference
 from squinchcomm.kernels.dtypes import from_float32, to_float32
 from squinchcomm.torch import CompressState, compress_hook
+from squinchcomm.torch.exchange import SlotPool
 
 Tensors = list[torch.Tensor]
 
@@ -214,6 +216,17 @@ def check_no_sync_accumulates() -> None:
     assert plain(ddp.module.weights[0].grad).tobytes() == expected([plain(each) for each in sums]).tobytes()
 
 
+def check_uneven_inputs() -> None:
+    ddp, state = hooked(wrapped([40_000, 40_000], bucket_cap_mb=0.1), error_feedback=True)
+    with ddp.join():
+        for step in range(2 if rank() == 0 else 4):
+            means = backward(ddp, gradients_of(rank(), [40_000, 40_000], step=step))
+    if rank() != 0:
+        oracle = sum(gradients_of(each, [40_000, 40_000], step=3)[1].double() for each in range(1, size())) / size()
+        assert (means[1].double() - oracle).norm() <= 0.2 * oracle.norm()
+    assert state.buckets["compressed"] >= 4
+
+
 def check_groups_of_some_ranks() -> None:
     alone, most = dist.new_group([0]), dist.new_group(list(range(1, size())))
     members = [0] if rank() == 0 else list(range(1, size()))
@@ -261,6 +274,29 @@ def check_scratch_memory() -> None:
     held = sum(memory.numel() for memory in state.pool._free)
     assert held <= 0.376 * (4 << 20), held  # of one bucket of float32, and as much was there after the first step
     assert len(state.pool._free) == 1
+
+
+def check_peak_memory() -> None:
+    """A step that has to make all its buffers takes at most half a bucket more than one of DDP without a hook."""
+    count, extra = 8 << 20, {}
+    own = gradients_of(rank(), [count])
+    for name in ("plain", "hooked"):
+        ddp = wrapped([count], bucket_cap_mb=1000, gradient_as_bucket_view=True)
+        state = hooked(ddp)[1] if name == "hooked" else None
+        for _ in range(2):
+            backward(ddp, own)
+        if state is not None:
+            state.pool = SlotPool()
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the highest memory so far
+        before = memory_bytes("VmRSS")
+        backward(ddp, own)
+        extra[name] = memory_bytes("VmHWM") - before
+    assert extra["hooked"] - extra["plain"] <= 0.5 * 4 * count, extra
+
+
+def memory_bytes(field: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
+    return int(line.split()[1]) * 1024
 
 
 def check_error_feedback_sums_to_the_truth() -> None:
