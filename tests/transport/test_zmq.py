@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 import threading
 import time
 
@@ -177,3 +178,14 @@ def get_listener(**options):
 def own_host(listener) -> str:
     address: Address = decode_address(listener.address, 0)
     return address.host
+
+
+def test_send_buffers_are_short_on_short_ways():
+    with checks.group(functools.partial(checks.connect_group, "zmq"), 3, scheme="tcp") as ranks:
+        sizes = {
+            link.kernel_socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+            for transport in ranks
+            for link in transport._links
+            if link is not None
+        }
+    assert max(sizes) <= 2 << 20, "Linux doubles what is asked for"
