@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from squinchcomm.cli.flags import check_writable, listed, sizes
 from squinchcomm.cli.processes import MAX_RANKS, Job
 from squinchcomm.errors import ConfigError
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from squinchcomm.cli.bench_run import Plan
 
 _OPS = "allreduce, reduce_scatter, all_gather, broadcast, reduce, gather, scatter, all_to_all, sendrecv, barrier"
-_MAX_SIZES = 10_000
 
 
 def bench(
@@ -51,8 +50,8 @@ def bench(
 
     plan = Plan(
         sizes=_sizes(min_bytes, max_bytes, step_factor, step_bytes),
-        ops=_listed("--op", op or ["allreduce"]),
-        codecs=_listed("--codec", codec or ["none"]),
+        ops=listed("--op", op or ["allreduce"]),
+        codecs=listed("--codec", codec or ["none"]),
         iterations=iterations,
         warmup=warmup,
         check=bool(check),
@@ -63,7 +62,7 @@ def bench(
     plan = _validated(plan)
     info = detect()
     if json_file is not None and info.rank == 0:
-        _check_writable(json_file)
+        check_writable("-J", json_file)
     if info.source == "none":
         raise typer.Exit(_start_ranks(ranks or 2))
     if ranks is not None and ranks != info.world_size:
@@ -72,48 +71,11 @@ def bench(
 
 
 def _sizes(first: str, last: str, factor: float, step: str | None) -> list[int]:
-    from squinchcomm.config import parse_size
-
-    numbers = {}
-    for flag, text in (("-b", first), ("-e", last), ("-i", step)):
-        try:
-            numbers[flag] = 0 if text is None else parse_size(text)
-        except ValueError as error:
-            raise ConfigError(f"{flag} {text}: {error}; write bytes as 65536, 64K, 1M or 1G") from None
-    size, end, increment = numbers.values()
-    if end < size or (step is None and not 1 < factor < math.inf) or (step is not None and increment <= 0):
-        raise ConfigError(
-            f"-b {first} -e {last} -f {factor:g}: sizes must grow; -e is at least -b, -f a number above 1 and -i above 0"
-        )
+    found = sizes(first, last, factor, step)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if end > memory:
-        raise ConfigError(f"-e {last}: arrays of {end} bytes do not fit this machine's memory of {memory} bytes")
-    sizes = []
-    while size <= end:
-        sizes.append(size)
-        if len(sizes) > _MAX_SIZES:
-            raise ConfigError(f"-b {first} -e {last}: more than {_MAX_SIZES} sizes; raise -f or -i")
-        size = size + increment if increment else max(size + 1, int(min(size * factor, end + 1)))
-    return sizes
-
-
-def _listed(flag: str, values: list[str]) -> list[str]:
-    names = list(dict.fromkeys(name for value in values for name in value.split(",") if name))
-    if not names:
-        raise ConfigError(f"{flag} {' '.join(values)}: names nothing to measure")
-    return names
-
-
-def _check_writable(path: Path) -> None:
-    """Raises ConfigError unless a file can be written there: now, and not after minutes of measuring."""
-    existed = path.exists()
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"-J {path}: {error.strerror}; give a file in a folder that exists and may be written to") from None
-    if not existed:
-        path.unlink()
+    if found[-1] > memory:
+        raise ConfigError(f"-e {last}: arrays of {found[-1]} bytes do not fit this machine's memory of {memory} bytes")
+    return found
 
 
 def _validated(plan: Plan) -> Plan:
