@@ -242,6 +242,16 @@ class SquinchProcessGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device(kind) for kind in ("cpu", "cuda") if kind == "cpu" or torch.cuda.is_available()]
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """The group is its own backend; torch asks this for what it supports."""
+        return self
+
+    supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """No: memory for communication is ordinary memory."""
+        return False
+
     def get_group_store(self) -> Store:
         """The store through which the group's ranks met."""
         return self._store

