@@ -109,7 +109,12 @@ def _pack(listeners: tuple[Listener, Listener], epoch: int, config: Config) -> b
     """What a rank tells the others before a communicator exists."""
     collectives, messages = listeners
     return msgspec.msgpack.encode(
-        Endpoints(collectives.address, messages.address, epoch, {"chunk_bytes": str(config.chunk_bytes), "algorithm": config.algorithm})
+        Endpoints(
+            collectives.address,
+            messages.address,
+            epoch,
+            {"chunk_bytes": str(config.chunk_bytes), "algorithm": config.algorithm},
+        )
     )
 
 
