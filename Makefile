@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VIEW := build/view
-CODE := squinchcomm kernels transport tests benchmarks tools
+CODE := squinchcomm kernels transport tests benchmarks tools deploy
 MAKEFLAGS += --no-print-directory
 
 .PHONY: help demo test test-full lint format bench wheel setup clean
