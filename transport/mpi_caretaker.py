@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .mpi_world import MPI, MpiWorld
+from .mpi_world import MPI, MpiWorld, any_process_died
 
 if TYPE_CHECKING:
     from .mpi_transport import MpiTransport
@@ -17,9 +19,11 @@ if TYPE_CHECKING:
 _IDLE_S = 0.01
 _ACTIVE_S = 0.001
 _FAREWELL_S = 1.0
+_FINALIZE_S = 10
 _END_S = 5.0  # for a caretaker that waits for the interpreter's lock
 
 _transports: weakref.WeakSet[MpiTransport] = weakref.WeakSet()
+_silent: set[int] = set()
 _lock = threading.RLock()
 _caretaker: Caretaker | None = None
 
@@ -61,10 +65,11 @@ def adopt(transport: MpiTransport, world: MpiWorld) -> None:
             _caretaker.start()
 
 
-def dismiss(transport: MpiTransport) -> None:
-    """Takes `adopt` back; without transports the thread ends."""
+def dismiss(transport: MpiTransport, silent: Sequence[int]) -> None:
+    """Takes `adopt` back; without transports the thread ends. `silent`: MPI ranks that did not answer its goodbye."""
     global _caretaker
     with _lock:
+        _silent.update(silent)
         _transports.discard(transport)
         last = _caretaker if not _transports else None
         if last is not None:
@@ -90,18 +95,23 @@ def _at_exit() -> None:
     """Says goodbye for transports that were not closed, before mpi4py finalises MPI, which waits for all processes of the job."""
     with _lock:
         transports = list(_transports)
-    if MPI.Is_finalized() or not transports:
+    if MPI.Is_finalized():
         return
-    silent = {rank for transport in transports for rank in transport.vanish(_FAREWELL_S)}
+    for transport in transports:
+        transport.vanish(_FAREWELL_S)
     # After an error MPI_Finalize would wait for ever for a rank that hangs.
-    if silent and getattr(sys, "last_value", None) is not None:
+    if _silent and getattr(sys, "last_value", None) is not None:
         print(
-            f"squinchcomm: this process ends with an error while rank {', '.join(map(str, sorted(silent)))} does not answer: "
+            f"squinchcomm: this process ends with an error while rank {', '.join(map(str, sorted(_silent)))} does not answer: "
             "ending the whole MPI job (MPI_Abort)",
             file=sys.stderr,
             flush=True,
         )
         MPI.COMM_WORLD.Abort(1)
+    if any_process_died():
+        # Open MPI's finalisation may wait for the dead for ever, unless mpirun was told `--mca async_mpi_finalize 1`.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_FINALIZE_S)
 
 
 def _in_child() -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from .mpi_world import MPI, MpiWorld
+from .mpi_world import MPI, MpiWorld, describe, is_process_failure
 from .shared_memory import Arena
 from .shared_payloads import Reading, SharedPayloads
 
@@ -22,6 +22,7 @@ OFFSET = struct.Struct("<Q")  # behind the header of an IN_PLACE frame: where in
 
 JOIN_BELOW = 32 << 10  # smaller payloads travel in one message with their header
 SLOT_BYTES = PREFIX_BYTES + 4096 + JOIN_BELOW
+DIED = "its process died"
 _LEAST_SLOTS, _MOST_SLOTS = 8, 64
 _SPARE_BYTES = 64 << 20
 
@@ -105,8 +106,18 @@ class MpiLink:
     def forget_sent(self) -> None:
         """Lets go of memory that has left."""
         for queue in (self.outgoing, self.loans):
-            while queue and queue[0][0].Test():
+            try:
+                while queue and queue[0][0].Test():
+                    queue.popleft()
+            except MPI.Exception as error:
                 queue.popleft()
+                self.fail(error)
+
+    def fail(self, error: MPI.Exception) -> None:
+        """An operation with this peer failed: it is lost once what it sent before is taken."""
+        self.silent = True
+        if self.leaving is None:
+            self.leaving = DIED if is_process_failure(error) else describe(error)
 
     def unfinished(self) -> list[tuple[MPI.Request, Any]]:
         """Requests whose memory MPI may still touch."""

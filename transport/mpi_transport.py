@@ -18,6 +18,7 @@ from .base import Frame, Transport
 from .mpi_caretaker import adopt, dismiss
 from .mpi_link import (
     CREDIT,
+    DIED,
     FAREWELL,
     GOODBYE,
     HELLO,
@@ -39,7 +40,6 @@ from .shared_memory import Slot
 from .shared_payloads import Reading
 
 _REASONS = {GOODBYE: "closed its communicator", VANISHED: "connection closed"}
-_DIED = "its process died"
 _BROKE = "broke the transport protocol"
 
 # A wait first looks again and again, letting other processes run in between; then it sleeps for a part of the time that it has
@@ -199,7 +199,7 @@ class MpiTransport(Transport):
             if not request.Test():
                 (link.loans if borrow else link.outgoing).append((request, message))
         except MPI.Exception as error:
-            self._failed(link, error)
+            link.fail(error)
 
     def _send_bare(self, link: MpiLink, kind: int) -> None:
         self._sent_bytes[link.rank] += PREFIX_BYTES
@@ -345,7 +345,7 @@ class MpiTransport(Transport):
                     if not arrival.request.Test(self._inbox.status):
                         return False
                 except MPI.Exception as error:
-                    self._failed(link, error)
+                    link.fail(error)
                     arriving.clear()
                     break
                 if self._inbox.status.count != len(arrival.payload):
@@ -381,17 +381,10 @@ class MpiTransport(Transport):
 
     # --- the end of peers, and ours
 
-    def _failed(self, link: MpiLink, error: MPI.Exception) -> None:
-        """An operation with this peer failed. It is lost once what it sent before is taken."""
-        link.silent = True
-        if link.leaving is None:
-            link.leaving = _DIED if is_process_failure(error) else describe(error)
-            self._news = True
-
     def _part(self, failed: frozenset[int]) -> None:
         for link in self._peers:
             if link.dest in failed and link.leaving is None:
-                link.leaving, link.silent = _DIED, True
+                link.leaving, link.silent = DIED, True
             if link.leaving is not None and link.lost is None and not link.arriving:
                 self._lose(link)
 
@@ -419,10 +412,9 @@ class MpiTransport(Transport):
     def close(self, linger_s: float = 1.0) -> None:
         self._leave("this communicator is closed", GOODBYE, linger_s)
 
-    def vanish(self, linger_s: float) -> list[int]:
-        """Closes at the end of the process; the ranks that do not answer."""
+    def vanish(self, linger_s: float) -> None:
+        """Closes at the end of the process."""
         self._leave("this process is ending", VANISHED, linger_s)
-        return [link.rank for link in self._peers if not link.silent]
 
     def disown(self) -> None:
         """Makes a forked child's copy refuse everything."""
@@ -432,7 +424,6 @@ class MpiTransport(Transport):
     def _leave(self, reason: str, kind: int, linger_s: float) -> None:
         if self._free.detach() is None:
             return
-        dismiss(self)
         deadline = time.monotonic() + linger_s
         with self.lock:
             self._closed = reason
@@ -444,6 +435,7 @@ class MpiTransport(Transport):
         with self.lock:
             self._world.leave_behind([request for link in self._peers for request in link.unfinished()])
             self._inbox.close()
+        dismiss(self, [link.dest for link in self._peers if not link.silent])
 
     def _drained(self) -> bool:
         """Takes and drops what still comes; whether everybody has gone or said that nothing more will, and has what we sent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -12,6 +13,10 @@ from typing import Any
 import msgspec
 
 from squinchcomm.errors import ConfigError, PeerLost, SquinchError, WireFormatError
+
+if os.environ.get("OMPI_MCA_mpi_ft_enable") == "1":  # mpirun --with-ft ulfm
+    # Else MPI_Finalize waits for all processes of the job, sometimes for dead ones too. Too late if MPI is initialised already.
+    os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
 
 try:
     from mpi4py import MPI
@@ -99,6 +104,7 @@ class MpiWorld:
             self._watches = False
             return
         if group.Get_size() > len(self._failed):
+            _failures.add(self.identity)
             self._failed = frozenset(group.Translate_ranks(range(group.Get_size()), self.comm.Get_group()))
         group.Free()
 
@@ -200,10 +206,10 @@ def join_world(comm: MPI.Intracomm | None, timeout_s: float) -> MpiWorld:
     """
     _check_mpi()
     comm = MPI.COMM_WORLD if comm is None else comm
+    if isinstance(comm, MPI.Comm) and comm == MPI.COMM_NULL:
+        raise ConfigError("comm is MPI_COMM_NULL: this process is not one of its ranks and must not call init")
     if not isinstance(comm, MPI.Intracomm):
         raise ConfigError(f"comm must be an mpi4py.MPI.Intracomm, not {type(comm).__name__}")
-    if comm == MPI.COMM_NULL:
-        raise ConfigError("comm is MPI_COMM_NULL: this process is not one of its ranks and must not call init")
     world = comm.Get_attr(_world_key())
     if not isinstance(world, MpiWorld):
         world = MpiWorld(_duplicate(comm, timeout_s))
@@ -211,6 +217,11 @@ def join_world(comm: MPI.Intracomm | None, timeout_s: float) -> MpiWorld:
     if not world.identity:
         world.identity = world.exchange(secrets.token_bytes(16), timeout_s)[0]
     return world
+
+
+def any_process_died() -> bool:
+    """Whether MPI has told any world of this process of a dead process."""
+    return bool(_failures)
 
 
 def _check_mpi() -> None:
@@ -240,6 +251,7 @@ def _duplicate(comm: MPI.Intracomm, timeout_s: float) -> MPI.Intracomm:
     return copy
 
 
+_failures: set[bytes] = set()
 _key: int | None = None
 
 

@@ -1,0 +1,222 @@
+"""Program: what users of MPI do besides; three ranks; prints one line for each thing that holds."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import squinchcomm
+from squinchcomm.config import Config
+from squinchcomm.errors import CommunicatorAborted, ConfigError, PeerLost
+from squinchcomm.joining import join
+from squinchcomm.transport.mpi_backend import MpiBackend
+from squinchcomm.transport.mpi_world import join_world
+from squinchcomm.transport.options import TransportOptions
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+
+
+def total(comm: squinchcomm.Communicator, count: int = 100_000) -> float:
+    array = np.full(count, comm.rank + 1.0)
+    comm.allreduce(array)
+    assert np.all(array == array[0])
+    return float(array[0])
+
+
+def check_ranks_are_those_of_the_communicator() -> None:
+    turned = WORLD.Split(0, key=-RANK)
+    with squinchcomm.init(comm=turned) as comm:
+        assert (comm.rank, comm.world_size) == (SIZE - 1 - RANK, SIZE)
+        assert total(comm) == SIZE * (SIZE + 1) / 2
+    turned.Free()
+
+
+def check_without_arguments_the_launcher_decides() -> None:
+    with squinchcomm.init() as comm:  # the transport comes from the environment of this program
+        assert (comm.rank, comm.world_size) == (RANK, SIZE)
+        assert "mpi" in repr(comm)
+
+
+def check_messages_of_the_user_stay_apart() -> None:
+    box = bytearray(1 << 20)
+    greedy = WORLD.Irecv(box, MPI.ANY_SOURCE, MPI.ANY_TAG)
+    with squinchcomm.init(comm=WORLD) as comm:
+        for _ in range(3):
+            total(comm, 500_000)
+        assert not greedy.Test()
+        comm.barrier()
+        WORLD.Send(b"mine", (RANK + 1) % SIZE, 2048)  # the first tag that a transport would take
+        greedy.Wait()
+        assert box[:4] == b"mine"
+        assert total(comm) == SIZE * (SIZE + 1) / 2
+
+
+class Recorder:
+    """A communicator that notes the largest message it is handed."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.largest = self.messages = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.comm, name)
+
+    def Isend(self, spec: list[Any], *where: int) -> MPI.Request:  # noqa: N802
+        self.largest = max(self.largest, len(spec[0]))
+        self.messages += 1
+        return self.comm.Isend(spec, *where)
+
+
+def check_no_message_exceeds_the_limit() -> None:
+    """With the real limits no message can have more than 1 GiB; with lower ones none has more than they say."""
+    limit = 64 << 10
+    world = join_world(WORLD, 20.0)
+    options = TransportOptions(max_payload_bytes=limit, shared_memory=False)
+    config = Config(chunk_bytes=limit)
+    comm = join(MpiBackend(options, world), RANK, lambda blob: world.exchange(blob, 20.0), config)
+    recorder = comm._transports[0]._comm = Recorder(world.comm)
+    array = np.full(1 << 20, RANK + 1, np.float32)
+    comm.allreduce(array)
+    assert np.all(array == SIZE * (SIZE + 1) / 2)
+    comm.broadcast(array, 1)
+    assert recorder.largest <= limit + 100 and recorder.messages > 2 * 2 * array.nbytes * (SIZE - 1) / SIZE / limit
+    comm.close()
+    with pytest.raises(ConfigError, match="max_payload_bytes"):
+        TransportOptions(max_payload_bytes=1 << 31)
+
+
+def check_nothing_is_left_behind() -> None:
+    def open_and_close() -> None:
+        part = WORLD.Split(0)
+        with squinchcomm.init(comm=part) as comm:
+            total(comm)
+            child = comm.split(0)
+            assert child is not None and total(child) == SIZE * (SIZE + 1) / 2
+            child.close()
+        part.Free()
+
+    open_and_close()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(15):
+        open_and_close()
+    gc.collect()
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert not any(thread.name == "squinchcomm-mpi" for thread in threading.enumerate())
+
+
+def check_a_forked_child_is_refused() -> None:
+    with squinchcomm.init(comm=WORLD) as comm:
+        child = os.fork()
+        if child == 0:
+            refused = 1
+            try:
+                comm.barrier()
+            except CommunicatorAborted:
+                try:
+                    comm._transports[0].recv(0.0)
+                except CommunicatorAborted as error:
+                    refused = 0 if "forked" in str(error) else 2
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert total(comm) == SIZE * (SIZE + 1) / 2
+
+
+def check_waiting_is_cheap_and_wakes() -> None:
+    with squinchcomm.init(comm=WORLD) as comm:
+        comm.barrier()
+        if RANK == 0:
+            before = time.process_time()
+            transport = comm._transports[1]
+            timer = threading.Timer(0.5, transport.wake)
+            timer.start()
+            started = time.monotonic()
+            assert transport.recv(5.0) is None
+            assert 0.4 < time.monotonic() - started < 0.7
+            assert time.process_time() - before < 0.15
+            timer.join()
+        time.sleep(0.6 if RANK else 0.0)
+        comm.barrier()
+
+
+def check_a_rank_that_computes_takes_what_is_sent_to_it() -> None:
+    with squinchcomm.init(comm=WORLD, shared_memory=False) as comm:
+        transport = comm._transports[1]
+        if RANK == 0:
+            transport.send(1, b"", np.ones(1 << 20, np.uint8), borrow=True)
+            started = time.monotonic()
+            assert transport.flush(2.0)
+            assert time.monotonic() - started < 0.5
+        else:
+            time.sleep(1.0)
+        if RANK == 1:
+            frame = transport.recv(0.0)
+            assert frame is not None and frame.payload.nbytes == 1 << 20
+            frame.release()
+
+
+def check_a_forgotten_transport_is_a_lost_peer() -> None:
+    world = join_world(WORLD, 20.0)
+    listener = MpiBackend(TransportOptions(), world).listen()
+    transport = listener.connect(RANK, world.exchange(listener.address, 20.0), 20.0)
+    if RANK == 2:
+        del transport
+        gc.collect()
+    else:
+        deadline = time.monotonic() + 2.0
+        while 2 not in transport.lost and time.monotonic() < deadline:
+            transport.recv(0.1)
+        assert transport.lost[2] == "connection closed"
+        transport.close()
+
+
+def check_what_cannot_be_is_said() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"comm": 3}, "Intracomm"),
+        ({"comm": MPI.COMM_NULL}, "COMM_NULL"),
+        ({"comm": WORLD, "rank": 7, "world_size": 9}, "leave them out"),
+        ({"comm": WORLD, "link_rate": "1Gbit"}, "rate"),
+        ({"comm": WORLD, "security": "curve"}, "does not encrypt"),
+    ]
+    for arguments, words in wrong:
+        with pytest.raises(ConfigError, match=words):
+            squinchcomm.init(**arguments)
+
+
+def check_other_transports_can_meet_through_mpi() -> None:
+    with squinchcomm.init(comm=WORLD, transport="zmq") as comm:
+        assert "zmq" in repr(comm)
+        assert total(comm) == SIZE * (SIZE + 1) / 2
+
+
+def check_a_missing_rank_is_named() -> None:
+    for comm, words in ((WORLD, "rank 2 did not come"), (WORLD.Dup(), "every rank of the MPI communicator has to")):
+        if RANK != 2:
+            started = time.monotonic()
+            with pytest.raises(PeerLost, match=words):
+                squinchcomm.init(comm=comm, connect_timeout_s=1.0)
+            assert 0.9 < time.monotonic() - started < 3.5
+
+
+def main() -> None:
+    checks: list[tuple[str, Callable[[], None]]] = [
+        (name, check) for name, check in globals().items() if name.startswith("check_")
+    ]
+    for name, check in checks:
+        check()
+        WORLD.Barrier()
+        if RANK == 0:
+            print(f"passed {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
