@@ -24,7 +24,6 @@ from squinchcomm.communicator import Communicator
 from squinchcomm.config import Config, configure_logging
 from squinchcomm.errors import PeerLost
 from squinchcomm.joining import join
-from squinchcomm.joining import join
 from squinchcomm.launch import LaunchInfo
 from squinchcomm.transport.options import JobKey
 from squinchcomm.transport.registry import get_backend

@@ -40,7 +40,7 @@ REPRESENTATIVES = {
         "test_all_reduce_sum_complex",
         "test_broadcast_group",
         "test_reduce_sum_twice",
-        "test_scatter_object_list",
+        "test_scatter_group",
         "test_send_recv_any_source",
     ],
 }
