@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from squinchcomm.communicator import Communicator
 from squinchcomm.cost import DIRECT, HIERARCHICAL, PAIRWISE, RING, Layout, algorithms, choose, predict
 from squinchcomm.errors import ConfigError
-from squinchcomm.machine import CodecCost, Machine, codec_cost, measure, measure_codec
+from squinchcomm.machine import REPORTED_RATES, CodecCost, Machine, codec_cost, measure, measure_codec
 from tests.worlds import run_world
 
 MIB = 1 << 20
@@ -190,6 +190,15 @@ def test_constants_that_no_machine_has(wrong: dict[str, float]) -> None:
         Machine(**wrong)
     with pytest.raises(ConfigError, match="tile"):
         replace(SQUINCH6, tile=0)
+
+
+def test_a_codec_that_no_report_knows_takes_the_lowest_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(REPORTED_RATES, "bf16")
+    codec_cost.cache_clear()
+    cost = codec_cost("bf16")
+    assert (cost.encode_bytes_per_s, cost.decode_bytes_per_s, cost.reduce_bytes_per_s) == (6.8e9, 18e9, 50e9)
+    assert cost.bits == 16
+    codec_cost.cache_clear()
 
 
 def test_constants_are_measured_in_well_below_a_second() -> None:

@@ -167,15 +167,18 @@ def _machine(measured: bool, changes: dict[str, Any]) -> Machine:
 
 
 def _codecs(names: list[str], measured: bool, rates: str | None) -> list[CodecCost]:
-    from squinchcomm.machine import codec_cost, measure_codec
+    from squinchcomm.machine import REPORTED_RATES, codec_cost, measure_codec
 
     given = None if rates is None else _codec_rates(rates)
     codecs = []
     for name in names:
         try:
-            codecs.append(measure_codec(name) if measured and given is None else codec_cost(name, given))
+            cost = measure_codec(name) if measured and given is None else codec_cost(name, given)
         except ConfigError as error:
             raise ConfigError(f"--codec {name}: {error}") from None
+        if name not in REPORTED_RATES and not measured and given is None:
+            raise ConfigError(f"--codec {name}: no report has its speed; add --measure, or --codec-rates E,D,R")
+        codecs.append(cost)
     return codecs
 
 

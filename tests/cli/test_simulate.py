@@ -16,6 +16,7 @@ from squinchcomm.cli.app import app
 from squinchcomm.cli.simulate_plot import growing
 from squinchcomm.cost import Layout
 from squinchcomm.errors import ConfigError
+from squinchcomm.machine import REPORTED_RATES
 from tests.cli.command import squinchcomm
 
 needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
@@ -92,6 +93,13 @@ def test_100000_ranks_in_no_time() -> None:
     done = simulate("-g", "100000", "--ranks-per-host", "8", "--link", "100Gbit", "-b", "1K", "-e", "64G")
     assert done.exit_code == 0, done.output
     assert (time.monotonic() - start) / len(data(done.stdout)) < 0.2
+
+
+def test_codecs_of_unknown_speed_have_to_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(REPORTED_RATES, "bf16")
+    flags = ["--codec", "bf16", "-b", "1M", "-e", "1M"]
+    assert "no report has its speed; add --measure" in str(simulate(*flags).exception)
+    assert simulate(*flags, "--codec-rates", "20,30,50").exit_code == 0
 
 
 @needs_matplotlib
