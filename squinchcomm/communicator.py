@@ -85,6 +85,7 @@ class Communicator:
         self._compressed_before: set[tuple[Any, ...]] = set()
         self._pid = os.getpid()
         self._closed = False
+        self._attempts = 0  # to shrink
         self._close_lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -404,6 +405,29 @@ class Communicator:
 
         epoch = mix(self._channel.epoch, self._lane.sequence) & 0xFFFFFFFF
         return joining.split(self, self._backend, epoch, color, key)
+
+    def shrink(self, timeout_s: float | None = None) -> Communicator:
+        """Makes a communicator of the ranks that are left, in the order of their ranks here, after a call has failed.
+
+        All of them have to call it. Pending calls of this communicator end with CommunicatorAborted; it stays to be closed. Without a
+        failure it gives a new communicator of the same ranks. After an error of its own it can be called again.
+
+        Args:
+            timeout_s: Seconds for the others to call it; the configuration's if None.
+
+        Raises:
+            CollectiveTimeout: a rank that is not lost did not call it in time; names it.
+            PeerLost: another rank died while the new group formed, or the others take this rank for lost.
+        """
+        from squinchcomm import joining
+
+        self._check_alive()
+        timeout = self._timeout(timeout_s)
+        self.abort("shrink() was called")
+        if not self._lane.settle():
+            raise CommunicatorAborted(f"shrink on rank {self.rank}: a call in progress does not end", rank=self.rank)
+        self._attempts += 1
+        return joining.shrink(self, self._backend, self._transports[0], self._channel.epoch, self._attempts, timeout)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Makes pending and later calls on this rank raise CommunicatorAborted, within 0.5 s; peers that wait for this rank learn of it.

@@ -9,10 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from squinchcomm.collectives.coder import mix
+from squinchcomm.collectives.survivors import Assembly
 from squinchcomm.communicator import Communicator
 from squinchcomm.config import Config
 from squinchcomm.errors import MismatchError, WireFormatError
-from squinchcomm.transport.base import Backend, Listener
+from squinchcomm.transport.base import Backend, Listener, Transport
 
 _MAX_BLOB_BYTES = 64 << 10
 
@@ -61,6 +63,22 @@ def split(comm: Communicator, backend: Backend, epoch: int, color: int | None, k
         members = _members(comm, color, order, _pack(listeners, epoch, comm.config))
         new_rank = [rank for rank, _ in members].index(comm.rank)
         return _connect(backend, listeners, new_rank, [blob for _, blob in members], comm.config)
+    except BaseException:
+        for listener in listeners:
+            listener.close()
+        raise
+
+
+def shrink(
+    comm: Communicator, backend: Backend, transport: Transport, epoch: int, attempt: int, timeout_s: float
+) -> Communicator:
+    """See `Communicator.shrink`; `transport` is the one that the broken communicator's collectives used."""
+    listeners = _listen(backend)
+    try:
+        new_epoch = mix(epoch, (1 << 40) + attempt) & 0xFFFFFFFF
+        blobs = Assembly(transport, epoch, attempt, _pack(listeners, new_epoch, comm.config)).agree(timeout_s)
+        members = sorted(blobs)
+        return _connect(backend, listeners, members.index(comm.rank), [blobs[rank] for rank in members], comm.config)
     except BaseException:
         for listener in listeners:
             listener.close()

@@ -69,12 +69,16 @@ class Lane:
         error = CommunicatorAborted(f"rank {self.channel.rank} aborted: {reason}", rank=self.channel.rank)
         self._progress.if_idle(lambda: self.channel.fail(error))
 
+    def settle(self) -> bool:
+        """Waits for calls that were aborted to end; False if one does not."""
+        return self._progress.drain(_ABORT_S)
+
     def close(self, timeout_s: float) -> bool:
         """Lets pending calls finish for at most `timeout_s`, then aborts them, and ends the threads; False if a call hangs on."""
         done = self._progress.drain(timeout_s)
         if not done:
             self.abort("the communicator was closed")
-            done = self._progress.drain(_ABORT_S)
+            done = self.settle()
         self._progress.close()
         if self._pool is not None:
             self._pool.shutdown(wait=done)

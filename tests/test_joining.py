@@ -18,6 +18,7 @@ from squinchcomm.joining import join
 from squinchcomm.transport.inproc import InprocRendezvous
 from squinchcomm.transport.options import TransportOptions
 from squinchcomm.transport.registry import get_backend
+from squinchcomm.transport.rendezvous import exchange
 
 
 def test_a_rank_that_gives_up_after_the_exchange_is_lost_to_the_others() -> None:
@@ -26,7 +27,7 @@ def test_a_rank_that_gives_up_after_the_exchange_is_lost_to_the_others() -> None
     options = TransportOptions(scheme="tcp")
 
     def rank_main(rank: int) -> None:
-        def exchange(blob: bytes) -> list[bytes]:
+        def exchange_and_die(blob: bytes) -> list[bytes]:
             blobs = rendezvous.exchange(rank, blob, 20.0)
             if rank == 2:
                 raise ZeroDivisionError("and its listeners close")
@@ -35,7 +36,7 @@ def test_a_rank_that_gives_up_after_the_exchange_is_lost_to_the_others() -> None
 
         started = time.monotonic()
         try:
-            join(get_backend("zmq", options), rank, exchange, Config(connect_timeout_s=60.0)).close()
+            join(get_backend("zmq", options), rank, exchange_and_die, Config(connect_timeout_s=60.0)).close()
         except BaseException as error:
             results[rank] = error, time.monotonic() - started
 
@@ -93,3 +94,41 @@ def test_a_rank_killed_while_the_group_connects_is_lost_to_the_others(when: str)
         event = json.loads(outputs[rank])
         assert event["peer"] == 1, event
         assert event["took_s"] < 5.5 if when == "split" else event["took_s"] < 10.0, event
+
+
+HOST = """
+import sys
+from squinchcomm.transport import rendezvous
+from squinchcomm.transport.options import TransportOptions
+
+answer = rendezvous._Host._answer
+def told(self, who, message):
+    answer(self, who, message)
+    print("answered", flush=True)
+rendezvous._Host._answer = told
+rendezvous.exchange(sys.argv[1], 0, 3, b"", options=TransportOptions(), timeout_s=60.0)
+"""
+
+
+def test_a_rank_0_that_dies_while_others_are_missing_is_lost_to_those_who_came() -> None:
+    address = f"ipc://@squinchcomm-test-{secrets.token_hex(8)}"
+    host = subprocess.Popen([sys.executable, "-c", HOST, address], stdout=subprocess.PIPE, text=True)
+    caught: list[tuple[BaseException, float]] = []
+
+    def guest() -> None:
+        try:
+            exchange(address, 1, 3, b"", options=TransportOptions(), timeout_s=60.0)
+        except PeerLost as error:
+            caught.append((error, time.monotonic()))
+
+    thread = threading.Thread(target=guest)
+    thread.start()
+    assert host.stdout.readline() == "answered\n"
+    time.sleep(0.3)  # until the answer is read
+    host.kill()
+    killed_at = time.monotonic()
+    host.communicate()
+    thread.join(30.0)
+    ((error, at),) = caught
+    assert error.peer == 0 and "rank 0 ended while rank 2 had not come yet" in str(error)
+    assert at - killed_at < 5.0

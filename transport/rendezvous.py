@@ -33,6 +33,7 @@ _MAX_WORLD = 16384
 _BIND_PATIENCE_S = 1.0  # an earlier round may not have freed the address yet
 _GOODBYE_S = 1.0  # how long to wait for confirmations
 _HEARING_S = 0.5  # after our deadline, for rank 0 to tell who was missing at its own
+_GONE_S = 2.0  # after rank 0, which had answered, hung up: it says goodbye when it gives up, so it has ended
 _DOMAIN = "rendezvous"
 
 _TCP = re.compile(r"tcp://(\[[^\]]+\]|[^:\[\]]+):(\d{1,5})")
@@ -248,6 +249,7 @@ class _Guest:
         self._address = address
         self._trouble = "is it running, is the address right, does a firewall stand between?"
         self._missing: list[int] = []
+        self._hung_up_at: float | None = None
 
     def ask(self, context: ZmqContext, options: TransportOptions) -> list[bytes]:
         endpoint, security = _locate(self._address, options, self._deadline)
@@ -270,6 +272,9 @@ class _Guest:
         pause_s, ask_at = 0.05, time.monotonic()
         while time.monotonic() < self._deadline + _HEARING_S:
             self._read_events(monitor)
+            if self._missing and self._hung_up_at is not None and time.monotonic() - self._hung_up_at > _GONE_S:
+                reason = f"rank 0 ended while {named(self._missing)} had not come yet"
+                raise _failure(reason, [0], self._hello.rank)
             if time.monotonic() >= ask_at and int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT:
                 self._socket.send(message, zmq.NOBLOCK)
                 pause_s = min(0.5, pause_s * 1.5)
@@ -294,6 +299,10 @@ class _Guest:
 
     def _read_events(self, monitor: Monitor) -> None:
         for event, _ in monitor.events():
+            if event == zmq.EVENT_DISCONNECTED:
+                self._hung_up_at = time.monotonic()
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._hung_up_at = None
             if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 raise ConfigError(
                     f"rank 0 at {self._address} refused our key or token: is that another job's address, or another job's key?",

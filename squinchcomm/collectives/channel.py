@@ -6,12 +6,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from squinchcomm.collectives import wire
+from squinchcomm.collectives.failure import pack_failure, told_failure
 from squinchcomm.collectives.wire import Signature
 from squinchcomm.errors import CollectiveTimeout, CommunicatorAborted, MismatchError, PeerLost, SquinchError, WireFormatError
 from squinchcomm.stats import Stats
@@ -21,25 +21,7 @@ log = logging.getLogger("squinchcomm")
 
 _WAIT_SLICE_S = 0.25
 _FLUSH_SLICE_S = 0.4  # a peer that got everything and left is lost, too: its memory comes back sooner than this
-_KINDS = {
-    "PeerLost": PeerLost,
-    "CollectiveTimeout": CollectiveTimeout,
-    "CommunicatorAborted": CommunicatorAborted,
-    "MismatchError": MismatchError,
-    "WireFormatError": WireFormatError,
-}
 _ERROR_SIGNATURE = Signature("barrier", kind=wire.ERROR)
-_MAX_NOTE_CHARS = 2000
-
-
-class FailureNote(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What a failing rank tells the others, as msgpack in the payload of an error frame."""
-
-    kind: str
-    message: str
-    peer: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)] | None
-    op: Annotated[str, msgspec.Meta(max_length=100)] | None
-    sequence: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] | None
 
 
 class Parcel(NamedTuple):
@@ -179,7 +161,7 @@ class Channel:
         self._received[peer] += 1
         self.stats.received_wire_bytes += payload.size + wire.HEADER_BYTES
         if frame.header[wire.KIND_BYTE] == wire.ERROR:  # also from a peer that this call does not wait for
-            raise self._told(ticket, peer, payload)
+            raise told_failure(payload, self.rank, peer)
         return payload
 
     def _judge(self, ticket: Ticket, waiting: dict[int, int], frame: Frame, payload: np.ndarray) -> Piece | None:
@@ -205,21 +187,6 @@ class Channel:
             f"ranks made different calls: rank {self.rank} {mine.describe(codec_name)}; rank {peer} {theirs.describe(codec_name)}",
             ticket,
             peer,
-        )
-
-    def _told(self, ticket: Ticket, peer: int, payload: np.ndarray) -> SquinchError:
-        try:
-            note = msgspec.msgpack.decode(payload.tobytes(), type=FailureNote)
-            kind = _KINDS[note.kind]
-        except (msgspec.MsgspecError, KeyError) as error:
-            return self._error(WireFormatError, f"rank {peer} sent an unreadable error report: {error}", ticket, peer)
-        culprit = note.peer if note.peer is not None and note.peer != self.rank else peer
-        return kind(
-            f"{note.message[:_MAX_NOTE_CHARS]} [reported by rank {peer}]",
-            rank=self.rank,
-            peer=culprit,
-            op=note.op,
-            sequence=note.sequence,
         )
 
     def _check_wait(self, ticket: Ticket, peers: Collection[int], lost: Mapping[int, str]) -> None:
@@ -260,15 +227,7 @@ class Channel:
             return
         self.failure = error
         self.stats.failures += 1
-        kind = type(error).__name__
-        note = FailureNote(
-            kind if kind in _KINDS else "CommunicatorAborted",
-            str(error)[:_MAX_NOTE_CHARS],
-            error.peer,
-            error.op,
-            error.sequence,
-        )
-        parcel = make_parcel(0, 0, msgspec.msgpack.encode(note))
+        parcel = make_parcel(0, 0, pack_failure(error))
         ticket = Ticket(_ERROR_SIGNATURE, self.epoch, error.sequence or 0, 0.0)
         for peer in range(self.world_size):
             if peer != self.rank and peer not in self.transport.lost:
@@ -278,7 +237,7 @@ class Channel:
             logging.INFO if isinstance(error, CommunicatorAborted) else logging.WARNING,
             "rank %d: %s: %s",
             self.rank,
-            kind,
+            type(error).__name__,
             error,
         )
 

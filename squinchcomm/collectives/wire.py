@@ -6,7 +6,7 @@ Layout, little-endian, 60 bytes:
 |---|---|
 | 0..3 | magic "SQNC" |
 | 4 | wire version |
-| 5 | kind: data, error, announce, clear, refuse |
+| 5 | kind: data, error, announce, clear, refuse, ballot |
 | 6..10 | operation, reduction, dtype, codec, codec version |
 | 11 | number of dimensions, 0 if the shape does not matter |
 | 12..15 | root rank, or tag |
@@ -37,7 +37,7 @@ from squinchcomm.kernels.dtypes import BFLOAT16
 MAGIC = b"SQNC"
 WIRE_VERSION = 1
 
-DATA, ERROR, ANNOUNCE, CLEAR, REFUSE = range(5)
+DATA, ERROR, ANNOUNCE, CLEAR, REFUSE, BALLOT = range(6)
 OPS = (
     "barrier",
     "allreduce",
@@ -178,6 +178,14 @@ def check_frame(header: bytes, payload: np.ndarray, index: int, *, in_place: boo
     if got_index != index & 0xFFFFFFFF:
         return f"frame {got_index} where frame {index & 0xFFFFFFFF} was due (lost, repeated or reordered)"
     return None
+
+
+def is_intact(header: bytes, payload: np.ndarray, *, in_place: bool) -> bool:
+    """Whether a frame is undamaged, whatever its place among others."""
+    if len(header) != HEADER_BYTES:
+        return False
+    index: int = _TAIL.unpack_from(header, SIGNATURE_BYTES)[0]
+    return check_frame(header, payload, index, in_place=in_place) is None
 
 
 def frame_part(header: bytes) -> tuple[int, int]:
