@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from squinchcomm.communicator import Communicator
 from squinchcomm.policy import choose_codec
@@ -25,6 +26,30 @@ def test_policy() -> None:
     assert chosen("squinch6", "none", np.float64, 1 << 20, "sum") == ("squinch6", None)
     assert chosen(None, "squinch6", np.float32, 1 << 20, "max") == ("none", "op")
     assert chosen("none", "squinch6", np.float32, 1 << 20, "sum") == ("none", None)
+
+
+@pytest.mark.parametrize(
+    ("compress", "requested", "expected"),
+    [
+        ("auto", None, ("squinch6", None)),
+        ("explicit", None, ("none", "explicit")),
+        ("explicit", "squinch6", ("squinch6", None)),
+        ("off", None, ("none", "off")),
+        ("off", "squinch6", ("none", "off")),
+        ("off", "none", ("none", None)),
+    ],
+)
+def test_compress_says_who_may_ask(compress: str, requested: str | None, expected: tuple[str, str | None]) -> None:
+    codec, reason = choose_codec(
+        requested,
+        "squinch6",
+        dtype=np.dtype(np.float32),
+        nbytes=1 << 20,
+        reduction="premul_sum",
+        min_compress_bytes=65536,
+        compress=compress,
+    )
+    assert (codec.name, reason) == expected
 
 
 def test_what_stays_uncompressed_is_counted_with_its_reason() -> None:

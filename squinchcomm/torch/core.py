@@ -230,7 +230,8 @@ class Core:
         try:
             work = start(*args, async_op=how.async_op, timeout_s=how.timeout_s, **named)
         except SquinchError as error:
-            raise translated(error) from error
+            kin = translated(error)
+            raise kin from kin.__cause__
         if isinstance(work, Work):
             if after is not None:
                 work.then(after)

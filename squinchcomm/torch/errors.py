@@ -41,12 +41,13 @@ _KIN: dict[type[SquinchError], type[SquinchError]] = {
 
 
 def translated(error: BaseException) -> BaseException:
-    """The same error as torch.distributed's kin; others as they are."""
+    """The same error as torch.distributed's kin, caused by it; others as they are."""
     kind = _KIN.get(type(error))  # type: ignore[arg-type]
     if kind is None:
         return error
     assert isinstance(error, SquinchError)
-    text = f"squinch: Timed out : {error}" if kind is GroupTimeout else str(error)
+    # These words are what code written for gloo looks for.
+    text = f"squinch: Timed out waiting: {error}" if kind is GroupTimeout else str(error)
     made = kind(text, rank=error.rank, peer=error.peer, op=error.op, sequence=error.sequence)
     made.__cause__ = error
     return made

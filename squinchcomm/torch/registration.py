@@ -46,7 +46,8 @@ def create(group: Any, pg_options: Any) -> Any:
     try:
         comm = join_group(group.store, group.group_rank, group.group_size, joined)
     except SquinchError as error:
-        raise translated(error) from error
+        kin = translated(error)
+        raise kin from kin.__cause__
     return SquinchProcessGroup(Core(comm), group.store, group.group_id, options)
 
 

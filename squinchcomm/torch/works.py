@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from squinchcomm.errors import CollectiveTimeout
 from squinchcomm.torch.callbacks import CallbackThreads, callback_level
 from squinchcomm.torch.errors import translated
 from squinchcomm.work import Work
@@ -29,10 +28,9 @@ class GroupWork(dist.Work):
         """Waits for the end of the call; raises what it raised. 0 means as long as the call's own deadline allows."""
         try:
             self._work.wait(timeout.total_seconds() or None)
-        except CollectiveTimeout as error:
-            raise translated(error) from None
         except Exception as error:
-            raise translated(error) from error
+            kin = translated(error)
+            raise kin from kin.__cause__
         return True
 
     def synchronize(self) -> None:
