@@ -25,6 +25,8 @@ $(STAMP): pyproject.toml Makefile tools/system-packages.sh
 	@sh tools/system-packages.sh
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@# A second MPI for its tests, in a folder of its own: both bring an mpirun.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --prefix $(VENV)/mpich mpich
 	@touch $@
 
 demo: $(STAMP)

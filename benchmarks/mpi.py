@@ -18,6 +18,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -122,8 +123,8 @@ def transport_rows(repeats: int) -> list[dict[str, Any]]:
         receives = [np.zeros(nbytes, np.uint8) for _ in range(frames * len(OTHERS))]
         times = turns(
             {
-                "Isend/Irecv": lambda: exchange_raw(payload, receives, frames),
-                "mpi transport": lambda: exchange_frames(transport, payload, frames),
+                "Isend/Irecv": partial(exchange_raw, payload, receives, frames),
+                "mpi transport": partial(exchange_frames, transport, payload, frames),
             },
             repeats,
         )
@@ -140,9 +141,9 @@ def allreduce_rows(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
             source = np.random.default_rng(WORLD.rank).standard_normal(nbytes // 4).astype(np.float32)
             out = np.empty_like(source)
             contenders: dict[str, Call] = {
-                "MPI_Allreduce": lambda: WORLD.Allreduce(source, out),
-                "none": lambda: squinch(comm, source, out, "none"),
-                "squinch6": lambda: squinch(comm, source, out, "squinch6"),
+                "MPI_Allreduce": partial(WORLD.Allreduce, source, out),
+                "none": partial(squinch, comm, source, out, "none"),
+                "squinch6": partial(squinch, comm, source, out, "squinch6"),
             }
             for name, call in contenders.items():
                 call()

@@ -160,7 +160,7 @@ class Config:
         "SQUINCH_TRANSPORT",
         "zmq",
         _pattern(_NAME),
-        "zmq, inproc (threads of one process) or another transport's name",
+        "zmq, mpi, inproc (threads of one process) or another transport's name",
         "how bytes travel between ranks",
     )
     codec: str = _setting(

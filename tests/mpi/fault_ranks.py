@@ -49,6 +49,10 @@ def main() -> None:
             say(event="failed", rank=comm.rank, error=type(error).__name__, peer=error.peer)
             if not survive:
                 raise
+            with comm.shrink() as rest:
+                ones = np.ones(100_000)
+                rest.allreduce(ones)
+                say(event="shrunk", rank=comm.rank, world_size=rest.world_size, sum=float(ones[-1]))
         comm.close()
         say(event="closed", rank=comm.rank)
 

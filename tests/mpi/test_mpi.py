@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.conformance import collective_checks, transport_checks
@@ -10,6 +12,11 @@ from tests.mpi import jobs
 # Their many requests to other processes take long; collectives show the same faster.
 CHATTY = {"check_everybody_talks_to_everybody", "check_one_way_traffic_flows"}
 CHECKS = [check.__name__ for check in transport_checks.CHECKS]
+
+
+def quick_on(name: str) -> list[Any]:
+    """Both libraries; the other one only among the slow tests."""
+    return [name, *(pytest.param(other, marks=pytest.mark.slow) for other in jobs.NAMES if other != name)]
 
 
 @pytest.fixture(params=jobs.NAMES)
@@ -23,6 +30,7 @@ def passed(ended: jobs.Ended) -> list[str]:
     return [line.split(maxsplit=1)[1] for line in ended.out.splitlines() if line.startswith("passed ")]
 
 
+@pytest.mark.parametrize("mpi", quick_on("mpich"), indirect=True)
 def test_transport_contract_between_processes(mpi: jobs.Mpi) -> None:
     checks = [name for name in CHECKS if name not in CHATTY]
     ended = jobs.run(mpi, 4, "-m", "mpi4py", "transport_ranks.py", *checks)
@@ -41,6 +49,7 @@ def test_transport_contract_between_threads_of_one_process(mpi: jobs.Mpi) -> Non
     assert [line.split()[0] for line in passed(ended)] == CHECKS
 
 
+@pytest.mark.parametrize("mpi", quick_on("openmpi"), indirect=True)
 def test_collectives(mpi: jobs.Mpi) -> None:
     names = passed(jobs.run(mpi, 4, "-m", "mpi4py", "collective_ranks.py"))
     assert sum("on 4 ranks" in name for name in names) == 21 + len(collective_checks.DTYPES)

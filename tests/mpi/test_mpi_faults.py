@@ -12,7 +12,9 @@ import pytest
 from tests.mpi import jobs
 
 
-def fault(name: str, how: str, *options: str, ranks: int = 3, run_module: bool = False, **settings: Any) -> tuple[jobs.Ended, Any]:
+def fault(
+    name: str, how: str, *options: str, ranks: int = 3, run_module: bool = False, **settings: Any
+) -> tuple[jobs.Ended, Any]:
     """How the job ended, and its events by name and rank."""
     program = ["-m", "mpi4py", "fault_ranks.py"] if run_module else ["fault_ranks.py"]
     ended = jobs.run(jobs.find(name), ranks, *program, how, json.dumps(settings), options=options, timeout_s=60.0)
@@ -26,13 +28,14 @@ def fault(name: str, how: str, *options: str, ranks: int = 3, run_module: bool =
 
 
 @pytest.mark.parametrize("codec", ["none", "squinch6"])
-def test_with_ulfm_a_killed_rank_is_named_on_every_survivor_within_a_second(codec: str) -> None:
+def test_with_ulfm_a_killed_rank_is_named_within_a_second_and_the_others_go_on(codec: str) -> None:
     ended, events = fault("openmpi", "kill", "--with-ft", "ulfm", ranks=4, codec=codec, survive=True)
     killed_at = events["kill"][1]["at"]
     assert set(events["failed"]) == set(events["closed"]) == {0, 2, 3}, ended
     for event in events["failed"].values():
         assert (event["error"], event["peer"]) == ("PeerLost", 1), ended
         assert event["at"] - killed_at <= 1.0, ended
+    assert [(event["world_size"], event["sum"]) for event in events["shrunk"].values()] == [(3, 3.0)] * 3, ended
 
 
 @pytest.mark.parametrize("name", jobs.NAMES)
