@@ -137,8 +137,8 @@ def codec_cost(name: str, rates: tuple[float, float, float] | None = None) -> Co
     from squinchcomm.kernels.registry import get_codec
 
     codec = get_codec(name)
-    lowest = [min(each) for each in zip(*REPORTED_RATES.values(), strict=True)]
-    encode, decode, reduce = (rate * 1e9 for rate in rates or REPORTED_RATES.get(name, lowest))
+    reported = [REPORTED_RATES[name]] if name in REPORTED_RATES else [*REPORTED_RATES.values()]
+    encode, decode, reduce = (1e9 * min(each) for each in zip(*([rates] if rates else reported), strict=True))
     return CodecCost(
         name=name,
         lossless=codec.lossless,
