@@ -6,7 +6,8 @@ current stream holds, and back; the caller waits for the first copy, the thread 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -51,7 +52,7 @@ def to_fill(tensor: torch.Tensor) -> tuple[torch.Tensor, Step | None]:
     """Host memory for a result, and what brings it to `tensor` afterwards, if that is another place."""
     if tensor.is_cpu:
         return tensor, None
-    _side_stream(tensor.device).wait_stream(torch.cuda.current_stream(tensor.device))
+    _catch_up(tensor.device)
     return _landing(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True), tensor)
 
 
@@ -67,8 +68,9 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def spread(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copies `flat`, as `joined` makes it, into the tensors."""
-    for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
-        tensor.detach().copy_(part.view(tensor.shape))
+    with _beside(flat.device):
+        for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
 
 
 def room_for(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -81,23 +83,36 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type != "cuda":
-        raise TypeError(f"squinch takes CPU and CUDA tensors, not one on {tensor.device}")
-    stream = _side_stream(tensor.device)
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+def _catch_up(device: torch.device) -> None:
+    """Lets the side stream wait for the work that the current stream holds by now."""
+    if device.type != "cuda":
+        raise TypeError(f"squinch takes CPU and CUDA tensors, not one on {device}")
+    _side_stream(device).wait_stream(torch.cuda.current_stream(device))
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """Runs the block on the side stream of a CUDA device, to its end; as it is for the CPU."""
+    if device.type == "cpu":
+        yield
+        return
+    stream = _side_stream(device)
     with torch.cuda.stream(stream):
-        host.copy_(tensor.detach(), non_blocking=True)
+        yield
     stream.synchronize()
+
+
+def _copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    _catch_up(tensor.device)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    with _beside(tensor.device):
+        host.copy_(tensor.detach(), non_blocking=True)
     return host
 
 
 def _landing(host: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, Step]:
     def land() -> None:
-        stream = _side_stream(tensor.device)
-        with torch.cuda.stream(stream):
+        with _beside(tensor.device):
             tensor.detach().copy_(host, non_blocking=True)
-        stream.synchronize()
 
     return host, land
