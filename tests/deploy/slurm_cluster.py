@@ -20,9 +20,10 @@ from typing import Self
 
 import netns
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "nsenter", "unshare")
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "unshare", "setpriv")
 _SEARCH = os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin"
 _CPUS = 2  # a node says it has, whatever the machine has: jobs here wait more than they compute
+_MUNGE_FILES = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
 
 _CONF = """\
 ClusterName=squinch
@@ -57,7 +58,7 @@ def unavailable() -> str | None:
         return f"a Slurm cluster cannot be started: {reason}"
     if missing := [name for name in PROGRAMS if shutil.which(name, path=_SEARCH) is None]:
         return (
-            f"needs {', '.join(missing)} (Debian packages slurmctld, slurmd, slurm-client, munge; make test-full installs them)"
+            f"needs {', '.join(missing)} (Debian packages slurmctld, slurmd, slurm-client, munge: make test-full installs them)"
         )
     return None
 
@@ -174,7 +175,8 @@ class SlurmCluster:
         with open(self.folder / f"{command[0]}-{node}.out", "wb") as out:
             self._daemons.append(
                 subprocess.Popen(
-                    self._on(node, list(command), own_processes=True),
+                    # Ends with us, even if we are killed.
+                    ["setpriv", "--pdeathsig", "KILL", *self._on(node, list(command), own_processes=True)],
                     env=self._environment(None),
                     cwd=self.folder,
                     stdin=subprocess.DEVNULL,
@@ -207,6 +209,3 @@ def _kill_namespace(unshare: subprocess.Popen[bytes]) -> None:
     for pid in first or [str(unshare.pid)]:
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-
-
-_MUNGE_FILES = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}

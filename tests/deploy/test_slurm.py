@@ -19,9 +19,8 @@ SLURM = Path(__file__).resolve().parents[2] / "deploy" / "slurm"
 RANKS = Path(__file__).with_name("job_ranks.py")
 BATCH_FILES = sorted(SLURM.glob("*.sbatch"))
 
-needs_slurm = pytest.mark.skipif(
-    slurm_cluster.unavailable() is not None, reason=slurm_cluster.unavailable() or "a Slurm cluster can be started"
-)
+MISSING = slurm_cluster.unavailable()
+needs_slurm = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 @pytest.fixture(scope="module")
