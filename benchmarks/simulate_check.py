@@ -131,7 +131,7 @@ def calibrate() -> tuple[Machine, dict[str, Any]]:
         (each * efficiency - 1) / doublings(ranks - 1) for each, ranks in zip(slow[1:], CALIBRATION_RANKS[1:], strict=True)
     ]
     incast = fmean(growth)
-    if incast < 0:  # a single connection does worst: the model has no term for that, so all get the mean
+    if incast < 0:  # two hosts alone do worst: the model has no term for that, so all get the mean
         efficiency, incast = min(1.0, 1 / fmean(slow)), 0.0
     latency_s = max(0.0, raw[0]["time_s"] - raw[0]["processor_s"])  # of two ranks, with a processor each
     machine = replace(machine, latency_s=latency_s, local_latency_s=latency_s)

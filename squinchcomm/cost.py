@@ -108,7 +108,7 @@ class _Demand:
     wakes: int = 0  # of a rank
     payload: float = 0.0  # bytes that leave the host
     rank_payload: float = 0.0
-    flows: int = 1  # connections through the host's link, each way
+    senders: int = 1  # hosts that send to a host at the same time
     frames: float = 0.0
     far_frames: float = 0.0  # of them, those that leave the host
     rank_frames: float = 0.0
@@ -168,7 +168,7 @@ def _direct(layout: Layout, array: _Array, machine: Machine) -> _Demand:
         wakes=1,
         payload=layout.most * far * array.nbytes,
         rank_payload=far * array.nbytes,
-        flows=layout.most * far,
+        senders=layout.hosts - 1,
         frames=layout.most * others,
         far_frames=layout.most * far,
         rank_frames=others,
@@ -195,7 +195,7 @@ def _pairwise(layout: Layout, array: _Array, machine: Machine) -> _Demand:
         wakes=2,
         payload=layout.most * 2 * far * array.wire * size,
         rank_payload=2 * far * array.wire * size,
-        flows=layout.most * (n - layout.most),
+        senders=layout.hosts - 1,
         frames=layout.most * frames,
         far_frames=layout.most * frames * far * n / max(1, n - 1),
         rank_frames=frames,
@@ -226,7 +226,7 @@ def _hierarchical(layout: Layout, array: _Array, machine: Machine) -> _Demand:
         wakes=4,
         payload=2 * remote * array.wire * size,
         rank_payload=2 * remote * array.wire * size / lanes,
-        flows=lanes * (hosts - 1),
+        senders=hosts - 1,
         frames=far_frames + near_frames,
         far_frames=far_frames,
         rank_frames=(far_frames + near_frames) / lanes,
@@ -260,10 +260,10 @@ def _exposed_frames(peers: int, chunks: int) -> float:
     return (2 if chunks == 1 else 1) * (1 + peers / 2)
 
 
-def doublings(flows: int) -> float:
-    """How often one connection doubles to become `flows`, linear between powers of two: a logarithm that is the same on every machine."""
-    power = max(1, flows).bit_length() - 1
-    return power + max(1, flows) / (1 << power) - 1
+def doublings(count: int) -> float:
+    """How often one doubles to become `count`, linear between powers of two: a logarithm that is the same on every machine."""
+    power = max(1, count).bit_length() - 1
+    return power + max(1, count) / (1 << power) - 1
 
 
 _DEMANDS = {DIRECT: _direct, PAIRWISE: _pairwise, HIERARCHICAL: _hierarchical, RING: _ring}
@@ -298,7 +298,7 @@ def predict(
     threads = max(1, int(machine.cores // layout.most))
     wire_bytes = demand.payload * machine.wire_factor + demand.far_frames * _FRAME_BYTES
     link_s = max(0.0, wire_bytes - machine.link_burst_bytes) * 8 / machine.link_bits_per_s
-    link_s *= (1 + machine.incast * doublings(demand.flows)) / machine.link_efficiency
+    link_s *= (1 + machine.incast * doublings(demand.senders)) / machine.link_efficiency
     call_s = machine.call_s * demand.wakes
     host_s = (
         layout.most * call_s + demand.frames * machine.frame_s + demand.codec_s + demand.payload / machine.socket_bytes_per_s

@@ -26,8 +26,8 @@ class Machine:
 
     Attributes:
         link_bits_per_s: Rate of a host's link, each way.
-        link_efficiency: Part of that rate that one connection reaches, above 0, at most 1.
-        incast: Part by which every doubling of the connections that share a link adds to the time of the bytes.
+        link_efficiency: Part of that rate that two hosts reach, above 0, at most 1.
+        incast: Part that every doubling of the hosts that send to one host adds to the time of the bytes.
         link_burst_bytes: What a shaped link lets pass before its rate applies; 0 for a real one.
         mtu: Bytes of an IP packet.
         latency_s: From a frame ready on one host to its receiver on another awake, beyond the processors' work.
@@ -50,9 +50,9 @@ class Machine:
     mtu: int = 1500
     latency_s: float = 50e-6
     local_latency_s: float = 30e-6
-    call_s: float = 100e-6
-    frame_s: float = 90e-6
-    socket_bytes_per_s: float = 1.2e9
+    call_s: float = 20e-6
+    frame_s: float = 80e-6
+    socket_bytes_per_s: float = 1.4e9
     memory_bytes_per_s: float = 40e9
     add_bytes_per_s: float = 40e9
     cores: float = 8.0

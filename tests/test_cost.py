@@ -95,11 +95,13 @@ def test_processors_are_shared_by_the_ranks_of_a_host() -> None:
     assert shared.link_bits_per_s == MACHINE.link_bits_per_s
 
 
-def test_many_connections_share_a_link_less_well() -> None:
+def test_many_senders_share_a_link_less_well() -> None:
     machine = replace(FREE, link_bits_per_s=1e8, link_efficiency=0.5, incast=0.1)
     found = [predict(PAIRWISE, Layout.even(ranks, ranks), 64 * MIB, NONE, machine) for ranks in (2, 9)]
     slower = [each.link_s / (each.wire_bytes * 8 / 1e8) for each in found]
     assert slower == pytest.approx([2.0, 2.0 * 1.3])
+    two_full_hosts = predict(PAIRWISE, Layout.even(8, 2), 64 * MIB, NONE, machine)
+    assert two_full_hosts.link_s == pytest.approx(two_full_hosts.wire_bytes * 8 / 1e8 * 2)
 
 
 def test_a_burst_passes_at_once() -> None:

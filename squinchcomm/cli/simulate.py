@@ -46,10 +46,10 @@ def simulate(
     additions: Annotated[float | None, typer.Option("--additions", help=f"Of arrays, GB/s a core. {_GIVEN}")] = None,
     cores: Annotated[float | None, typer.Option("--cores", help="Processors of a host. Default: 8.")] = None,
     efficiency: Annotated[
-        float | None, typer.Option("--efficiency", help=f"Part of a link that one connection reaches. {_GIVEN}")
+        float | None, typer.Option("--efficiency", help=f"Part of a link that two hosts reach. {_GIVEN}")
     ] = None,
     incast: Annotated[
-        float | None, typer.Option("--incast", help=f"Time that doubling the connections of a link adds, as a part. {_GIVEN}")
+        float | None, typer.Option("--incast", help=f"Time that doubling the senders to a host adds, as a part. {_GIVEN}")
     ] = None,
     mtu: Annotated[int | None, typer.Option("--mtu", help="Bytes of an IP packet. Default: 1500.")] = None,
     codec_rates: Annotated[
