@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 
+from .base import Transport
 from .mpi_world import MPI, MpiWorld, describe, is_process_failure
 from .shared_memory import Arena
 from .shared_payloads import Reading, SharedPayloads
@@ -21,10 +22,36 @@ WHOLE, SPLIT, IN_PLACE, CREDIT, HELLO, GOODBYE, VANISHED, FAREWELL = range(8)
 OFFSET = struct.Struct("<Q")  # behind the header of an IN_PLACE frame: where in its sender's memory the payload lies
 
 JOIN_BELOW = 32 << 10  # smaller payloads travel in one message with their header
-SLOT_BYTES = PREFIX_BYTES + 4096 + JOIN_BELOW
+MAX_HEADER_BYTES = Transport.MAX_HEADER_BYTES
+SLOT_BYTES = PREFIX_BYTES + MAX_HEADER_BYTES + JOIN_BELOW
 DIED = "its process died"
 _LEAST_SLOTS, _MOST_SLOTS = 8, 64
 _SPARE_BYTES = 64 << 20
+
+
+class Message(NamedTuple):
+    """The prefix of a message, read."""
+
+    session: int
+    peer: int
+    released: int
+    finished: int
+    payload_bytes: int
+    header_bytes: int
+    kind: int
+
+    def fault(self, size: int, max_payload_bytes: int) -> str | None:
+        """What is wrong with a message of `size` bytes that begins like this, in words."""
+        if self.kind > FAREWELL or (self.kind > IN_PLACE and size != PREFIX_BYTES):
+            return f"a message of unknown kind {self.kind}, or a bare message of {size} bytes"
+        if self.kind > IN_PLACE:
+            return None
+        tail = (self.payload_bytes, 0, OFFSET.size)[self.kind]
+        if self.header_bytes > MAX_HEADER_BYTES or size != PREFIX_BYTES + self.header_bytes + tail:
+            return f"a frame of {size} bytes with a header of {self.header_bytes}"
+        if self.payload_bytes > max_payload_bytes:
+            return f"a payload of {self.payload_bytes} bytes, which is too large"
+        return None
 
 
 class MpiAddress(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -102,6 +129,15 @@ class MpiLink:
         self.reported = self.released
         finished = self.shared.finished if self.shared is not None else 0
         return PREFIX.pack(self.session, own_rank, self.released, finished, payload_bytes, header_bytes, kind)
+
+    def note(self, message: Message) -> str | None:
+        """Takes what a message of this peer says of ours; what is wrong with it, in words."""
+        if not self.acked <= message.released <= self.sent:
+            return f"it says it released {message.released} frames of {self.sent}, after {self.acked}"
+        if self.shared is not None and not self.shared.take_back(message.finished):
+            return "it says it finished reading more payloads than it was lent"
+        self.acked = message.released
+        return None
 
     def forget_sent(self) -> None:
         """Lets go of memory that has left."""

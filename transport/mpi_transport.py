@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections import deque
@@ -14,6 +13,7 @@ import numpy as np
 
 from squinchcomm.errors import CommunicatorAborted, WireFormatError
 
+from .backoff import Backoff
 from .base import Frame, Transport
 from .mpi_caretaker import adopt, dismiss
 from .mpi_link import (
@@ -32,6 +32,7 @@ from .mpi_link import (
     WHOLE,
     Arrival,
     Inbox,
+    Message,
     MpiLink,
 )
 from .mpi_world import MPI, describe, is_process_failure
@@ -41,13 +42,6 @@ from .shared_payloads import Reading
 
 _REASONS = {GOODBYE: "closed its communicator", VANISHED: "connection closed"}
 _BROKE = "broke the transport protocol"
-
-# A wait first looks again and again, letting other processes run in between; then it sleeps for a part of the time that it has
-# waited, so that it ends at most that part late.
-_EAGER_S = float(os.environ.get("EAGER", "100")) * 1e-6
-_PART = float(os.environ.get("PART", "0.1"))
-_SHORTEST_SLEEP_S = float(os.environ.get("SHORT", "20")) * 1e-6
-_LONGEST_SLEEP_S = 1e-3
 
 
 class MpiFrame(Frame):
@@ -99,6 +93,7 @@ class MpiTransport(Transport):
         self.lock = world.lock()
         self.busy = False  # looked at since the caretaker came by
         self._credit_due = max(1, options.window // 2)
+        self._backoff = Backoff(hosts.count(hosts[rank]))
         self._session = session
         self._world = world
         self._comm = world.comm
@@ -184,7 +179,7 @@ class MpiTransport(Transport):
             waited_s = time.monotonic() - started
             if waited_s >= timeout_s:
                 return False
-            _pause(waited_s)
+            self._backoff.pause(waited_s)
 
     def _returned(self, link: MpiLink) -> bool:
         """Whether nothing that this peer will take is borrowed. What it did not take before it was lost, it never will."""
@@ -220,7 +215,7 @@ class MpiTransport(Transport):
             waited_s = time.monotonic() - started
             if waited_s >= timeout_s:
                 return None
-            _pause(waited_s)
+            self._backoff.pause(waited_s)
             frame = self._look()
             if frame is not None:
                 return frame
@@ -274,47 +269,44 @@ class MpiTransport(Transport):
 
     def _accept(self, slot: bytearray, status: MPI.Status) -> None:
         """Takes the message in `slot`: a frame, or one between transports."""
-        size = status.count
-        session, peer, released, returned, payload_bytes, header_bytes, kind = PREFIX.unpack_from(slot)
+        message = Message(*PREFIX.unpack_from(slot))
+        size, peer, kind = status.count, message.peer, message.kind
         link = self._links[peer] if peer < self.world_size else None
-        if size < PREFIX_BYTES or link is None or session != self._session or status.source != link.dest:
-            return self._violation(None, f"{size} bytes for session {session:#x}, as rank {peer}, which is not of this group")
+        if size < PREFIX_BYTES or link is None or message.session != self._session or status.source != link.dest:
+            return self._violation(None, f"{size} bytes as rank {peer}, for session {message.session:#x}: not of this group")
         if link.lost == _BROKE:
             return None
-        if not link.acked <= released <= link.sent:
-            return self._violation(link, f"it says it released {released} frames of {link.sent}, after {link.acked}")
-        if link.shared is not None and not link.shared.take_back(returned):
-            return self._violation(link, "it says it finished reading more payloads than it was lent")
-        opened = released > link.acked and link.sent - link.acked >= self.window
-        link.acked = released
-        end = PREFIX_BYTES + header_bytes
+        window_was_full = link.sent - link.acked >= self.window
+        fault = link.note(message) or message.fault(size, self.max_payload_bytes)
+        if fault is None and kind <= IN_PLACE and link.received - link.released > self.window:  # one may be urgent
+            fault = f"more than the {self.window} frames of its window"
+        if fault is not None:
+            return self._violation(link, fault)
         self._received_bytes[peer] += size
         if kind > IN_PLACE:
-            if size != PREFIX_BYTES or kind not in (CREDIT, HELLO, *_REASONS, FAREWELL):
-                return self._violation(link, f"a message of unknown kind {kind}, or a bare message that is not bare")
-            self._accept_bare(link, kind, opened)
-            return None
-        if header_bytes > self.MAX_HEADER_BYTES or size != end + (payload_bytes, 0, OFFSET.size)[kind]:
-            return self._violation(link, f"a frame of {size} bytes with a header of {header_bytes}")
-        if payload_bytes > self.max_payload_bytes or link.received - link.released > self.window:  # one may be urgent
-            return self._violation(link, f"{payload_bytes} bytes are too many, or more than {self.window} frames")
-        link.received += 1
-        header = bytes(slot[PREFIX_BYTES:end])
-        if kind == WHOLE:
-            self._arrive(link, Arrival(header, memoryview(bytes(slot[end:size]))))
-        elif kind == SPLIT:
-            self._arrive(link, self._receive_payload(link, header, payload_bytes))
+            self._accept_bare(link, kind, window_was_full and link.sent - link.acked < self.window)
         else:
-            self._read_in_place(link, header, OFFSET.unpack_from(slot, end)[0], payload_bytes)
+            self._accept_frame(link, message, slot, size)
         return None
+
+    def _accept_frame(self, link: MpiLink, message: Message, slot: bytearray, size: int) -> None:
+        link.received += 1
+        end = PREFIX_BYTES + message.header_bytes
+        header = bytes(slot[PREFIX_BYTES:end])
+        if message.kind == WHOLE:
+            self._arrive(link, Arrival(header, memoryview(bytes(slot[end:size]))))
+        elif message.kind == SPLIT:
+            self._arrive(link, self._receive_payload(link, header, message.payload_bytes))
+        else:
+            self._read_in_place(link, header, OFFSET.unpack_from(slot, end)[0], message.payload_bytes)
 
     def _read_in_place(self, link: MpiLink, header: bytes, offset: int, nbytes: int) -> None:
         reading = link.shared.read(offset, nbytes) if link.shared is not None else None
         if reading is None:
-            return self._violation(link, f"a payload of {nbytes} bytes at {offset}, which is not in memory that it shares")
+            self._violation(link, f"a payload of {nbytes} bytes at {offset}, which is not in memory that it shares")
+            return
         self._received_bytes[link.rank] += nbytes
         self._arrive(link, Arrival(header, reading.view, reading))
-        return None
 
     def _receive_payload(self, link: MpiLink, header: bytes, nbytes: int) -> Arrival:
         buffer = self._inbox.borrow(nbytes)
@@ -425,14 +417,14 @@ class MpiTransport(Transport):
     def _leave(self, reason: str, kind: int, linger_s: float) -> None:
         if self._free.detach() is None:
             return
-        deadline = time.monotonic() + linger_s
         with self.lock:
             self._closed = reason
             for link in self._peers:
                 if link.lost is None:
                     self._send_bare(link, kind)
-        while not self._drained() and time.monotonic() < deadline:
-            time.sleep(_SHORTEST_SLEEP_S)
+        started = time.monotonic()
+        while not self._drained() and (waited_s := time.monotonic() - started) < linger_s:
+            self._backoff.pause(waited_s)
         with self.lock:
             self._world.leave_behind([request for link in self._peers for request in link.unfinished()])
             self._inbox.close()
@@ -459,13 +451,6 @@ class MpiTransport(Transport):
         if self._closed is not None:
             raise CommunicatorAborted(self._closed, rank=self.rank)
         raise ValueError(f"rank {peer} cannot send to itself")
-
-
-def _pause(waited_s: float) -> None:
-    if waited_s < _EAGER_S:
-        os.sched_yield()
-    else:
-        time.sleep(min(max(_PART * waited_s, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
 
 
 def _abandon(lock: Any, rank: int, links: Sequence[MpiLink], inbox: Inbox) -> None:

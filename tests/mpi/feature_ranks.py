@@ -15,9 +15,10 @@ from mpi4py import MPI
 
 import squinchcomm
 from squinchcomm.config import Config
-from squinchcomm.errors import CommunicatorAborted, ConfigError, PeerLost
+from squinchcomm.errors import CommunicatorAborted, ConfigError, PeerLost, WireFormatError
 from squinchcomm.joining import join
 from squinchcomm.transport.mpi_backend import MpiBackend
+from squinchcomm.transport.mpi_link import CREDIT, PREFIX
 from squinchcomm.transport.mpi_world import join_world
 from squinchcomm.transport.options import TransportOptions
 
@@ -177,6 +178,31 @@ def check_a_forgotten_transport_is_a_lost_peer() -> None:
             transport.recv(0.1)
         assert transport.lost[2] == "connection closed"
         transport.close()
+
+
+def check_nonsense_gives_its_sender_up() -> None:
+    world = join_world(WORLD, 20.0)
+    listener = MpiBackend(TransportOptions(), world).listen()
+    transport = listener.connect(RANK, world.exchange(listener.address, 20.0), 20.0)
+    link = transport._links[0] if RANK else None
+    if RANK == 1:
+        nonsense = PREFIX.pack(link.session, 1, 7, 0, 0, 0, CREDIT)  # it released 7 frames that nobody sent
+        world.comm.Send([nonsense, MPI.BYTE], link.dest, link.tag)
+    elif RANK == 2:
+        transport.send(0, b"sense")
+    else:
+        frames, faults = [], []
+        deadline = time.monotonic() + 5.0
+        while not (frames and faults) and time.monotonic() < deadline:
+            try:
+                frame = transport.recv(1.0)
+                frames += [frame.header] if frame is not None else []
+            except WireFormatError as error:
+                faults.append(error)
+        assert frames == [b"sense"] and faults[0].peer == 1 and "released 7 frames" in str(faults[0])
+        assert transport.lost == {1: "broke the transport protocol"}
+    WORLD.Barrier()
+    transport.close(0.2)
 
 
 def check_what_cannot_be_is_said() -> None:
