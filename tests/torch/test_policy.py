@@ -204,6 +204,18 @@ def test_options_come_from_argument_environment_default(monkeypatch: pytest.Monk
         Options(min_compres_bytes=1)
 
 
+def test_the_entry_point_of_later_torch_leads_to_the_registrar() -> None:
+    import tomllib
+
+    import squinchcomm.torch
+
+    project = tomllib.loads((Path(__file__).parent.parent.parent / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["torch.distributed.backends"]["squinch"].partition(":")
+    assert module == squinchcomm.torch.__name__
+    getattr(squinchcomm.torch, name)()  # a second registration does nothing
+    assert dist.Backend.backend_list.count("squinch") == 1
+
+
 def test_import_is_quick_and_compiles_nothing() -> None:
     import subprocess
     import sys
