@@ -88,7 +88,7 @@ def simulate(
     codecs = _codecs(listed("--codec", [codec]), measured, codec_rates)
     known = simulate_table.facts(machine, codecs, _source(measured, bool(changes) or codec_rates is not None))
     typer.echo("\n".join(simulate_table.header(known)))
-    world = simulate_table.World(machine, dtype, _ITEMSIZES[dtype], Config().min_compress_bytes)
+    world = simulate_table.World(machine, dtype, _ITEMSIZES[dtype], Config.from_env().min_compress_bytes)
     rows = []
     for row in simulate_table.rows(world, layouts, rates, codecs, wanted):
         typer.echo(str(row))

@@ -81,6 +81,12 @@ def test_constants_can_be_given() -> None:
     assert set(times) - set(slow) == {"plain", "--mtu"}
 
 
+def test_the_smallest_compressed_size_is_that_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SQUINCH_MIN_COMPRESS_BYTES", "1K")
+    done = simulate("-b", "4K", "-e", "4K", "--link", "1Gbit")
+    assert [row[5] for row in data(done.stdout)] == ["none", "squinch6"]
+
+
 def test_measured_constants() -> None:
     done = simulate("-g", "2", "--measure", "-b", "1M", "-e", "1M")
     assert done.exit_code == 0, done.output
