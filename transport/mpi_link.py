@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections import deque
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from .base import Transport
 from .mpi_world import MPI, MpiWorld, describe, is_process_failure
@@ -79,7 +79,7 @@ class Arrival(NamedTuple):
 
     header: bytes
     payload: memoryview
-    memory: np.ndarray | Reading | None = None
+    memory: mmap.mmap | Reading | None = None
     request: MPI.Request | None = None
 
 
@@ -183,7 +183,7 @@ class Inbox:
         self._buffers = [bytearray(SLOT_BYTES) for _ in range(min(max(_LEAST_SLOTS, 2 * peers), _MOST_SLOTS))]
         self._requests = [self._post(buffer) for buffer in self._buffers]
         self._oldest = 0
-        self._spare: dict[int, list[np.ndarray]] = {}
+        self._spare: dict[int, list[mmap.mmap]] = {}
         self._spare_bytes = 0
 
     def arrived(self) -> bytearray | None:
@@ -195,20 +195,20 @@ class Inbox:
         self._requests[self._oldest] = self._post(self._buffers[self._oldest])
         self._oldest = (self._oldest + 1) % len(self._buffers)
 
-    def borrow(self, nbytes: int) -> np.ndarray:
+    def borrow(self, nbytes: int) -> mmap.mmap:
         """Memory for a payload of `nbytes`, or more: the next power of two."""
         size = 1 << (nbytes - 1).bit_length()
         spare = self._spare.get(size)
         if spare:
             self._spare_bytes -= size
             return spare.pop()
-        return np.empty(size, np.uint8)
+        return mmap.mmap(-1, size)
 
-    def give_back(self, buffer: np.ndarray) -> None:
+    def give_back(self, buffer: mmap.mmap) -> None:
         """Keeps memory of `borrow` for the next payload of its size: fresh memory costs a fault every page."""
-        if self._spare_bytes + buffer.size <= _SPARE_BYTES:
-            self._spare_bytes += buffer.size
-            self._spare.setdefault(buffer.size, []).append(buffer)
+        if self._spare_bytes + len(buffer) <= _SPARE_BYTES:
+            self._spare_bytes += len(buffer)
+            self._spare.setdefault(len(buffer), []).append(buffer)
 
     def close(self) -> None:
         """Takes the receives back, and the memory that peers read."""

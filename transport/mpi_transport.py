@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
-
-import numpy as np
 
 from squinchcomm.errors import CommunicatorAborted, WireFormatError
 
@@ -220,10 +219,10 @@ class MpiTransport(Transport):
             if frame is not None:
                 return frame
 
-    def release(self, link: MpiLink, memory: np.ndarray | Reading | None) -> None:
+    def release(self, link: MpiLink, memory: mmap.mmap | Reading | None) -> None:
         """Takes a frame's memory back and tells its sender, if that has not heard from us for half a window."""
         with self.lock:
-            if isinstance(memory, np.ndarray):
+            if isinstance(memory, mmap.mmap):
                 self._inbox.give_back(memory)
             elif memory is not None and link.shared is not None:
                 link.shared.finish(memory)
@@ -310,7 +309,7 @@ class MpiTransport(Transport):
 
     def _receive_payload(self, link: MpiLink, header: bytes, nbytes: int) -> Arrival:
         buffer = self._inbox.borrow(nbytes)
-        view = buffer[:nbytes].data
+        view = memoryview(buffer)[:nbytes]
         self._received_bytes[link.rank] += nbytes
         request = self._comm.Irecv([view, MPI.BYTE], link.dest, self._inbox.tag + 1 + link.rank)
         return Arrival(header, view.toreadonly(), buffer, request)

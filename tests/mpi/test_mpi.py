@@ -9,7 +9,7 @@ import pytest
 from tests.conformance import collective_checks, transport_checks
 from tests.mpi import jobs
 
-# Their many requests to other processes take long; collectives show the same faster.
+# Too many requests to other processes; the second has a deadline for calls within one. Threads run both.
 CHATTY = {"check_everybody_talks_to_everybody", "check_one_way_traffic_flows"}
 CHECKS = [check.__name__ for check in transport_checks.CHECKS]
 
@@ -38,9 +38,9 @@ def test_transport_contract_between_processes(mpi: jobs.Mpi) -> None:
 
 
 @pytest.mark.slow
-def test_transport_contract_with_much_traffic(mpi: jobs.Mpi) -> None:
-    ended = jobs.run(mpi, 4, "-m", "mpi4py", "transport_ranks.py", *sorted(CHATTY))
-    assert len(passed(ended)) == len(CHATTY)
+def test_much_traffic_between_processes(mpi: jobs.Mpi) -> None:
+    ended = jobs.run(mpi, 4, "-m", "mpi4py", "transport_ranks.py", "check_everybody_talks_to_everybody")
+    assert len(passed(ended)) == 1
 
 
 @pytest.mark.slow
