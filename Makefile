@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VIEW := build/view
-CODE := squinchcomm kernels transport tests benchmarks tools deploy
+CODE := squinchcomm kernels transport tests benchmarks tools deploy examples
 MAKEFLAGS += --no-print-directory
 
 .PHONY: help demo test test-full lint format bench wheel setup clean
