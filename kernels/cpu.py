@@ -40,8 +40,9 @@ LANE_GROUPS = TILE // 16
 INFINITY = 0x7F800000
 INT8_SMALLEST, INT8_LARGEST_SCALE = float32(SMALLEST_MAXIMUM), float32(LARGEST_SCALE)
 
-# The kernel's scratch memory, by offset: four tiles of float32, one tile of any type, per-block numbers.
-TOTAL, SCALED, DECODED, STAGE, MAXIMA, SCALES, LARGEST, SCRATCH_BYTES = 0, 2048, 4096, 6144, 10240, 10752, 11008, 11072
+# The kernel's scratch memory, by offset: four tiles of float32, one tile of any type, per-block numbers, a count of blocks.
+TOTAL, SCALED, DECODED, STAGE, MAXIMA, SCALES, LARGEST, NONFINITE = 0, 2048, 4096, 6144, 10240, 10752, 11008, 11072
+SCRATCH_BYTES = 11136
 _scratch = stack_buffer(SCRATCH_BYTES)
 TASK_BYTES = 12 * 8
 
@@ -173,9 +174,10 @@ def _read(kind, source, factor, count, tile, first, total, scratch, tables):
 
 
 @helper
-def _encode_nonfinite(total, out, maxima):
+def _encode_nonfinite(total, out, maxima, found):
     for block in range(64):
         if load_u32(maxima, block) >= uint32(INFINITY):
+            store_u32(found, 0, load_u32(found, 0) + uint32(1))
             word = uint32(0)
             for value in range(8):
                 magnitude = load_u32(total, 64 * value + block) & uint32(0x7FFFFFFF)
@@ -201,7 +203,7 @@ def _write_nearest(total, out, tile, scratch, tables):
     for group in range(4):
         sq.nearest_codes(total, here, advance(scratch, SCALES), group)
     if sq.maxima_nonfinite(advance(scratch, MAXIMA)) != 0:
-        _encode_nonfinite(total, here, advance(scratch, MAXIMA))
+        _encode_nonfinite(total, here, advance(scratch, MAXIMA), advance(scratch, NONFINITE))
 
 
 @helper
@@ -211,11 +213,11 @@ def _write_stochastic(total, out, tile, seed, scratch, tables):
     for group in range(4):
         sq.stochastic_codes(total, here, advance(scratch, SCALES), group, tile, seed)
     if sq.maxima_nonfinite(advance(scratch, MAXIMA)) != 0:
-        _encode_nonfinite(total, here, advance(scratch, MAXIMA))
+        _encode_nonfinite(total, here, advance(scratch, MAXIMA), advance(scratch, NONFINITE))
 
 
 @helper
-def _write_int8(total, out, count, tile, used, stage):
+def _write_int8(total, out, count, tile, used, stage, found):
     blocks = (count + INT8_BLOCK - 1) // INT8_BLOCK
     for block in range((used + INT8_BLOCK - 1) // INT8_BLOCK):
         bits = fl.largest_magnitude(advance(total, block * INT8_BLOCK * 4))
@@ -224,6 +226,7 @@ def _write_int8(total, out, count, tile, used, stage):
         scale, inverse = min(largest / float32(127), INT8_LARGEST_SCALE), float32(127) / largest
         if bits >= uint32(INFINITY):
             store_u32(out, 4 * tile + block, uint32(0x7FC00000))
+            store_u32(found, 0, load_u32(found, 0) + uint32(1))
             inverse = float32(0)
         else:
             inverse = inverse if largest >= INT8_SMALLEST else float32(0)
@@ -261,7 +264,7 @@ def _write(kind, total, out, count, tile, seed, scratch, tables):
     elif kind == SQUINCH_SR:
         _write_stochastic(total, out, tile, seed, scratch, tables)
     elif kind == INT8:
-        _write_int8(total, out, count, tile, used, advance(scratch, STAGE))
+        _write_int8(total, out, count, tile, used, advance(scratch, STAGE), advance(scratch, NONFINITE))
     elif kind == NOTHING:
         for group in range(4):
             sq.track_maxima(total, advance(scratch, MAXIMA), advance(scratch, LARGEST), group)
@@ -336,14 +339,15 @@ def transform(task):
             Then each input: kind, address, float64 factor (1 but for Squinch with an exponent).
 
     Returns:
-        Bits of the largest magnitude in Squinch blocks that are finite throughout.
+        Bits of the largest magnitude in Squinch blocks that are finite throughout; above them, in bits 32 to 63, how many blocks
+        of Squinch or int8 that were written are not.
     """
     n_inputs, count, scale = load_i64(task, 0), load_i64(task, 1), float32(load_f64(task, 2))
     residual, has_residual, kind, out = load_pointer(task, 3), load_i64(task, 4), load_i64(task, 5), load_pointer(task, 6)
     factor, back, seed, direct = load_f64(task, 7), load_f64(task, 8), uint64(load_i64(task, 9)), load_i64(task, 10)
     tables, inputs = load_pointer(task, 11), advance(task, TASK_BYTES)
     scratch = _scratch()
-    clear_bytes(advance(scratch, LARGEST), 64)
+    clear_bytes(advance(scratch, LARGEST), 128)
     for tile in range((count + TILE - 1) // TILE):
         if direct != 0 and count - tile * TILE >= TILE:
             total = advance(out, tile * TILE * 4)
@@ -362,7 +366,7 @@ def transform(task):
     largest = uint32(0)
     for lane in range(16):
         largest = max(largest, load_u32(advance(scratch, LARGEST), lane))
-    return largest
+    return (uint64(load_u32(scratch, NONFINITE // 4)) << uint64(32)) | uint64(largest)
 
 
-SIGNATURE = types.uint32(types.voidptr)
+SIGNATURE = types.uint64(types.voidptr)

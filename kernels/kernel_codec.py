@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import struct
+import threading
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, ClassVar
@@ -37,12 +39,23 @@ _TABLES_ADDRESS = data_address(TABLES)
 # Where sums grow: in scratch memory, in the output, or in an output that is also the first summand.
 _THROUGH_SCRATCH, _IN_OUTPUT, _ONTO_OUTPUT = range(3)
 _ADD_RESIDUAL, _UPDATE_RESIDUAL = 1, 2
+MAGNITUDE_BITS = (1 << 32) - 1
+_nonfinite_blocks: dict[str, int] = {}
+_counting = threading.Lock()
 
 
 class KernelCodec(Codec):
-    """A codec whose bytes the compiled kernel reads and writes as one kind."""
+    """A codec whose bytes the compiled kernel reads and writes as one kind.
+
+    The kernel tells how many of the blocks that it writes are not finite; codecs without blocks (bf16) have none.
+    """
 
     encoded_kind: ClassVar[int]
+
+    @property
+    def nonfinite_blocks(self) -> int:
+        """How many of the blocks that this process has encoded held a NaN or infinity."""
+        return _nonfinite_blocks.get(self.name, 0)
 
     def encode(
         self,
@@ -106,7 +119,13 @@ class KernelCodec(Codec):
         dtype: np.dtype,
     ) -> None:
         """Fills `out` from inputs that stay alive until this returns."""
-        call_kernel(inputs, count, self._kind(dtype), data_address(out), scale=scale, residual=residual, seed=seed)
+        self._note(call_kernel(inputs, count, self._kind(dtype), data_address(out), scale=scale, residual=residual, seed=seed))
+
+    def _note(self, outcome: int) -> None:
+        """Counts the non-finite blocks, which are rare, of what `call_kernel` returned."""
+        if outcome > MAGNITUDE_BITS:
+            with _counting:
+                _nonfinite_blocks[self.name] = self.nonfinite_blocks + (outcome >> 32)
 
     def _kind(self, dtype: np.dtype) -> int:
         return self.encoded_kind
@@ -181,7 +200,7 @@ def call_kernel(
     """Sums `inputs` into `count` elements of `kind` at address `place`; with kind NOTHING only looks at the sum.
 
     Returns:
-        Float bits of the largest magnitude among Squinch blocks that are finite throughout, for kinds that look for it.
+        As `cpu.transform`: float bits of the largest magnitude for kinds that look for it, and a count of non-finite blocks.
     """
     mode = 0 if residual is None else _ADD_RESIDUAL if kind == NOTHING else _UPDATE_RESIDUAL
     fields = (
@@ -199,3 +218,13 @@ def call_kernel(
         _TABLES_ADDRESS,
     )
     return kernel()(struct.pack(TASK_FORMAT + INPUT_FORMAT * len(inputs), *fields, *chain.from_iterable(inputs)))
+
+
+def _forget() -> None:
+    """In a forked child: what was counted is the parent's."""
+    global _counting
+    _counting = threading.Lock()
+    _nonfinite_blocks.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -12,7 +12,7 @@ import numpy as np
 from squinchcomm.errors import WireFormatError
 from squinchcomm.kernels.arguments import data_address, element_count
 from squinchcomm.kernels.dtypes import FLOAT32
-from squinchcomm.kernels.kernel_codec import Input, KernelCodec, call_kernel
+from squinchcomm.kernels.kernel_codec import MAGNITUDE_BITS, Input, KernelCodec, call_kernel
 from squinchcomm.kernels.kinds import NOTHING, SQUINCH, SQUINCH_SR
 from squinchcomm.kernels.squinch6_tables import (
     EXPONENT_MAX,
@@ -63,10 +63,12 @@ class Squinch6(KernelCodec):
         # would be lost, so there the magnitudes are looked at first.
         kind, place = self.encoded_kind, data_address(out)
         first_kind = kind if residual is None else NOTHING
-        exponent = exponent_for(call_kernel(inputs, count, first_kind, place, scale=scale, residual=residual, seed=seed))
+        outcome = call_kernel(inputs, count, first_kind, place, scale=scale, residual=residual, seed=seed)
+        exponent = exponent_for(outcome & MAGNITUDE_BITS)
         if exponent or residual is not None:
             factor = math.ldexp(1.0, -exponent)
-            call_kernel(inputs, count, kind, place, scale=scale, residual=residual, factor=factor, seed=seed)
+            outcome = call_kernel(inputs, count, kind, place, scale=scale, residual=residual, factor=factor, seed=seed)
+        self._note(outcome)
         _TRAILER.pack_into(out.data, out.size - TRAILER_BYTES, exponent, 0)
 
     def _headroom(self, inputs: Sequence[Input]) -> float:

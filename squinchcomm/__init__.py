@@ -14,6 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from squinchcomm import metrics as metrics
+    from squinchcomm import recorder as recorder
     from squinchcomm.bootstrap import init as init
     from squinchcomm.communicator import Communicator as Communicator
     from squinchcomm.config import Config as Config
@@ -46,10 +48,13 @@ _HOMES = {
         "errors",
     ),
 }
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+_MODULES = ("metrics", "recorder")
+__all__ = sorted((*_HOMES, *_MODULES))  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

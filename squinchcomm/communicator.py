@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from squinchcomm import roster
 from squinchcomm.arguments import check_overlap, check_part, on_root, part_sizes, same_dtype
 from squinchcomm.arrays import Flat, flatten
 from squinchcomm.collectives import movement
@@ -28,6 +29,7 @@ from squinchcomm.collectives.hierarchy import (
 )
 from squinchcomm.collectives.p2p import Message, PointToPoint
 from squinchcomm.collectives.plan import MAX_CHUNK_BYTES, Plan
+from squinchcomm.collectives.probe import PROBE_PERIOD, Probe
 from squinchcomm.collectives.reduction import check_reduction
 from squinchcomm.collectives.wire import Signature
 from squinchcomm.config import Config
@@ -37,6 +39,7 @@ from squinchcomm.kernels.codec import Codec
 from squinchcomm.kernels.dtypes import BFLOAT16, FLOAT16, dtype_name
 from squinchcomm.lane import Body, Lane
 from squinchcomm.policy import choose_codec
+from squinchcomm.recorder import Recorder
 from squinchcomm.stats import Stats
 from squinchcomm.transport.base import Backend, Transport
 from squinchcomm.work import Work
@@ -78,7 +81,11 @@ class Communicator:
         self._backend = backend
         self._transports = transports
         self._channel = Channel(collectives, epoch, self.stats)
-        self._lane = Lane(self._channel, config.resolved_codec_threads(self.hosts.count(self.hosts[self.rank])))
+        self._recorder = None
+        if config.recorder:
+            self._recorder = Recorder(config, f"{epoch:08x}", self.rank, self.hosts, collectives.name)
+        threads = config.resolved_codec_threads(self.hosts.count(self.hosts[self.rank]))
+        self._lane = Lane(self._channel, threads, self._recorder)
         self._messages = PointToPoint(messages, epoch, self.stats)
         self._topology = Topology(self.hosts)
         self._movement_bytes = min(config.chunk_bytes, collectives.max_payload_bytes)
@@ -87,6 +94,8 @@ class Communicator:
         self._closed = False
         self._attempts = 0  # to shrink
         self._close_lock = threading.Lock()
+        self._compressed_calls = 0
+        roster.enter(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if self._channel.failure else "open"
@@ -96,6 +105,37 @@ class Communicator:
     def sequence(self) -> int:
         """Number of collectives that were called so far."""
         return self._lane.sequence
+
+    @property
+    def in_flight(self) -> int:
+        """Number of collectives that are queued or running."""
+        return 0 if self._closed else self._lane.in_flight
+
+    @property
+    def connected_peers(self) -> int:
+        """Number of other ranks that are not lost; 0 after `close`."""
+        return 0 if self._closed else self.world_size - 1 - len(self._transports[0].lost)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a call has failed, so that later ones raise CommunicatorAborted."""
+        return self._channel.failure is not None
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether what it sends is encrypted."""
+        return self._transports[0].encrypted
+
+    @property
+    def transport_name(self) -> str:
+        """What carries its bytes, such as "zmq"."""
+        return self._transports[0].name
+
+    def counted(self) -> Stats:
+        """`stats`, brought up to date with what the transports count."""
+        self.stats.rejected_peers = sum(transport.rejected_peers for transport in self._transports)
+        self.stats.unshared_payloads = sum(transport.unshared_payloads for transport in self._transports)
+        return self.stats
 
     # --- reductions -------------------------------------------------------------------------------------------------
 
@@ -427,7 +467,9 @@ class Communicator:
         if not self._lane.settle():
             raise CommunicatorAborted(f"shrink on rank {self.rank}: a call in progress does not end", rank=self.rank)
         self._attempts += 1
-        return joining.shrink(self, self._backend, self._transports[0], self._channel.epoch, self._attempts, timeout)
+        smaller = joining.shrink(self, self._backend, self._transports[0], self._channel.epoch, self._attempts, timeout)
+        self.stats.shrinks += 1
+        return smaller
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Makes pending and later calls on this rank raise CommunicatorAborted, within 0.5 s; peers that wait for this rank learn of it.
@@ -449,6 +491,9 @@ class Communicator:
             return
         idle = self._lane.close(self.config.timeout_s)
         quiet = self._messages.stop(CommunicatorAborted("the communicator was closed", rank=self.rank), tell_peers=False)
+        if self._recorder is not None:
+            self._recorder.dump("closed", closed=True)
+        roster.leave(self)
         for transport, unused in zip(self._transports, (idle, quiet), strict=True):
             if unused:
                 transport.close()
@@ -465,9 +510,9 @@ class Communicator:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _submit(self, signature: Signature, body: Body, raw_bytes: int, async_op: bool, timeout_s: float | None) -> Work | None:
+    def _submit(self, signature: Signature, body: Body, nbytes: int, async_op: bool, timeout_s: float | None) -> Work | None:
         self._check_alive()
-        return self._lane.submit(signature, body, raw_bytes, async_op, self._timeout(timeout_s))
+        return self._lane.submit(signature, body, nbytes, async_op, self._timeout(timeout_s))
 
     def _check_alive(self) -> None:
         self._check_process()
@@ -516,7 +561,11 @@ class Communicator:
         if codec.lossless:
             return PlainCoder(dtype, op, self.world_size)
         seed = mix(self.config.seed, call.ticket.sequence)
-        return CodecCoder(codec, dtype, op, self.world_size, seed)
+        probe = None
+        if self._compressed_calls % PROBE_PERIOD == 0:
+            probe = Probe(codec, self.stats, self._compressed_calls // PROBE_PERIOD)
+        self._compressed_calls += 1
+        return CodecCoder(codec, dtype, op, self.world_size, seed, probe)
 
     def _chunk_bytes(self, data: np.ndarray) -> int:
         """Bytes of `data` in a chunk, which always fits a frame; 0 lets the plan choose."""

@@ -124,6 +124,17 @@ def expand_path(value: object) -> Path:
         raise ConfigError(f"the home folder in {value!s} is not known: no such user; write the path out") from None
 
 
+def _address(value: object) -> str:
+    return str(ipaddress.ip_address(str(value)))
+
+
+def _textfile(value: object) -> Path:
+    path = expand_path(value)
+    if path.suffix != ".prom":
+        raise ValueError("node_exporter reads *.prom alone")
+    return path
+
+
 def _port_range(value: object) -> tuple[int, int]:
     first, last = value.split("-") if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]
     ports = int(first), int(last)
@@ -277,6 +288,44 @@ class Config:
     )
     seed: int = _setting(
         "SQUINCH_SEED", 0, _integer(0, 2**64 - 1), "0 to 2**64 - 1", "key of the random numbers of stochastic codecs"
+    )
+    metrics_port: int | None = _setting(
+        "SQUINCH_METRICS_PORT",
+        None,
+        _integer(1, 65535),
+        "1 to 65535",
+        "each rank serves metrics to Prometheus on this port plus its local rank; off if not set",
+    )
+    metrics_address: str = _setting(
+        "SQUINCH_METRICS_ADDRESS",
+        "127.0.0.1",
+        _address,
+        "an address of this machine, or 0.0.0.0 for all",
+        "where metrics are served; they carry no authentication",
+    )
+    metrics_file: Path | None = _setting(  # noqa: RUF009  it makes a field, as dataclasses.field does
+        "SQUINCH_METRICS_FILE",
+        None,
+        _textfile,
+        'a path that ends in ".prom"',
+        "each rank writes metrics every 15 s to this file, its rank put before the suffix, for node_exporter",
+    )
+    recorder: int = _setting(
+        "SQUINCH_RECORDER",
+        1000,
+        _integer(0, 10**7),
+        "0 to 10000000; 0 is off",
+        "latest collectives that the flight recorder keeps",
+    )
+    recorder_dir: Path | None = _setting(  # noqa: RUF009  it makes a field, as dataclasses.field does
+        "SQUINCH_RECORDER_DIR",
+        None,
+        expand_path,
+        "a path",
+        "folder where the flight recorder writes after a failure, on SIGUSR1 and at the end",
+    )
+    recorder_chunks: bool = _setting(
+        "SQUINCH_RECORDER_CHUNKS", False, _switch, "1 or 0", "the flight recorder keeps the times of every chunk as well"
     )
     debug: str = _setting(
         "SQUINCH_DEBUG",

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from squinchcomm import metrics
 from squinchcomm.collectives.coder import mix
 from squinchcomm.collectives.survivors import Assembly
 from squinchcomm.communicator import Communicator
@@ -158,6 +159,7 @@ def _connect(
         comm.close()
         raise
     comm.stats.clear()
+    metrics.start(config)
     return comm
 
 

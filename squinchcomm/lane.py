@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,7 @@ from squinchcomm.collectives.channel import Channel, Ticket
 from squinchcomm.collectives.wire import Signature
 from squinchcomm.errors import CollectiveTimeout, CommunicatorAborted, SquinchError
 from squinchcomm.progress import Progress
+from squinchcomm.recorder import CallRecord, Recorder
 from squinchcomm.work import Work
 
 Body = Callable[[Call], None]
@@ -25,29 +27,29 @@ class Lane:
         sequence: Number of the next call.
     """
 
-    def __init__(self, channel: Channel, codec_threads: int) -> None:
+    def __init__(self, channel: Channel, codec_threads: int, recorder: Recorder | None) -> None:
         self.channel = channel
+        self._recorder = recorder
         self.sequence = 0
         self._progress = Progress(f"squinchcomm-{channel.rank}")
         self._pool = ThreadPoolExecutor(codec_threads, f"squinchcomm-codec-{channel.rank}") if codec_threads > 1 else None
 
-    def submit(self, signature: Signature, body: Body, raw_bytes: int, async_op: bool, timeout_s: float) -> Work | None:
+    def submit(self, signature: Signature, body: Body, nbytes: int, async_op: bool, timeout_s: float) -> Work | None:
         """Runs `body(call)`, now or, with `async_op`, when its turn comes.
 
-        A synchronous call's deadline counts from here, an asynchronous one's from its turn.
+        A synchronous call's deadline counts from here, an asynchronous one's from its turn. `nbytes` is the size of this rank's array.
         """
 
         def make() -> tuple[Callable[[], None], Work]:
             sequence = self.sequence
             self.sequence += 1
             ticket = None if async_op else Ticket(signature, self.channel.epoch, sequence, timeout_s)
+            record = None
+            if self._recorder is not None and self.channel.failure is None:
+                record = self._recorder.open(signature, sequence, nbytes)
 
             def run() -> None:
-                self._execute(ticket or Ticket(signature, self.channel.epoch, sequence, timeout_s), body)
-                stats = self.channel.stats
-                stats.collectives += 1
-                stats.raw_bytes += raw_bytes
-                stats.compressed += signature.codec_id != 0
+                self._run(ticket or Ticket(signature, self.channel.epoch, sequence, timeout_s), signature, body, record)
 
             return run, Work(signature.op, sequence, self.channel.rank)
 
@@ -67,7 +69,12 @@ class Lane:
         """Ends the call in progress and all later ones; tells the other ranks."""
         self.channel.abort(reason)
         error = CommunicatorAborted(f"rank {self.channel.rank} aborted: {reason}", rank=self.channel.rank)
-        self._progress.if_idle(lambda: self.channel.fail(error))
+        self._progress.if_idle(lambda: self._fail(error))
+
+    @property
+    def in_flight(self) -> int:
+        """Number of collectives that are queued or running."""
+        return self._progress.pending
 
     def settle(self) -> bool:
         """Waits for calls that were aborted to end; False if one does not."""
@@ -84,11 +91,42 @@ class Lane:
             self._pool.shutdown(wait=done)
         return done
 
-    def _execute(self, ticket: Ticket, body: Body) -> None:
+    def _run(self, ticket: Ticket, signature: Signature, body: Body, record: CallRecord | None) -> None:
+        """Executes a call and counts it; what it cost counts also if it fails."""
+        stats = self.channel.stats
+        call = Call(self.channel, ticket, self._pool)
+        if record is not None and self._recorder is not None:
+            self._recorder.start(record, ticket, call.waiting)
+        unbroken = self.channel.failure is None
+        try:
+            self._execute(ticket, body, call)
+        except BaseException as error:
+            stats.tallies[signature.op, signature.codec_id].add(ticket.meter)
+            stats.count_failure(signature.op, error)
+            if record is not None:
+                record.failed(error)
+            if unbroken and self.channel.failure is not None:
+                self._dump_failure()
+            raise
+        ended = time.monotonic()
+        stats.count(signature.op, signature.codec_id, ticket.meter, ended - ticket.started, time.time())
+        if record is not None:
+            record.done(ended)
+
+    def _fail(self, error: CommunicatorAborted) -> None:
+        if self.channel.failure is None:
+            self.channel.fail(error)
+            self._dump_failure()
+
+    def _dump_failure(self) -> None:
+        if self._recorder is not None and self.channel.failure is not None:
+            self._recorder.dump_failure(self.channel.failure)
+
+    def _execute(self, ticket: Ticket, body: Body, call: Call) -> None:
         channel = self.channel
         channel.check_usable(ticket)
         try:
-            body(Call(channel, ticket, self._pool))
+            body(call)
         except SquinchError as error:
             channel.fail(error)
             raise

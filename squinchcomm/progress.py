@@ -67,6 +67,11 @@ class Progress:
             if not self._busy and not self._queue:
                 body()
 
+    @property
+    def pending(self) -> int:
+        """Number of calls that are queued or running."""
+        return len(self._queue) + self._busy
+
     def drain(self, timeout_s: float) -> bool:
         """Waits until no call is pending, in any thread; False if that took too long."""
         deadline = time.monotonic() + timeout_s

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from squinchcomm.collectives.channel import Channel, Parcel, Piece, Ticket, make_parcel
+from squinchcomm.collectives.channel import Channel, ChunkEvent, Parcel, Piece, Ticket, make_parcel
 from squinchcomm.errors import WireFormatError
 
 
@@ -42,6 +42,7 @@ class Call:
         self._making: dict[int, Iterator[Parcel]] = {}
         self._queued = 0
         self._borrowed = False
+        self._meter = ticket.meter
 
     def others(self) -> list[int]:
         """All other ranks, starting after this one, so that not everybody sends to rank 0 first."""
@@ -68,7 +69,7 @@ class Call:
 
     def make(self, peer: int, parcels: Iterator[Parcel]) -> None:
         """Sends what the iterator yields, as the peer's window allows."""
-        self._making[peer] = parcels
+        self._making[peer] = parcels if self.ticket.chunks is None else self._recorded_parcels(peer, parcels)
 
     def expect(self, peer: int, frames: int) -> None:
         """Says that `frames` more frames are due from `peer`."""
@@ -87,7 +88,7 @@ class Call:
             piece = channel.receive(ticket, waiting, () if sent else self._unsent(), block=not sent)
             while piece is not None:
                 self._count(piece)
-                job = handle(piece)
+                job = handle(piece) if ticket.chunks is None else self._recorded_job(piece, handle)
                 if job is not None:
                     jobs.append(job)
                     if self._pool is None:
@@ -126,7 +127,7 @@ class Call:
         else:
             made = self._together([partial(next, self._making[peer], None) for peer in peers])
         for peer, parcel in zip(peers, made, strict=True):
-            self.channel.stats.encode_s += time.perf_counter() - started
+            self._meter.encode_s += time.perf_counter() - started
             if parcel is None:
                 del self._making[peer]
             elif peer in lost:
@@ -145,7 +146,7 @@ class Call:
             results = self._together([job.compute for job in jobs])
         for job, result in zip(jobs, results, strict=True):
             job.finish(result)
-        self.channel.stats.decode_s += time.perf_counter() - started
+        self._meter.decode_s += time.perf_counter() - started
         jobs.clear()
 
     def _together(self, tasks: list[Callable[[], Any]]) -> list[Any]:
@@ -154,6 +155,39 @@ class Call:
         futures = [self._pool.submit(task) for task in tasks]
         wait(futures)
         return [future.result() for future in futures]
+
+    def _recorded_parcels(self, peer: int, parcels: Iterator[Parcel]) -> Iterator[Parcel]:
+        """As `parcels`, while the time that each takes to make is recorded."""
+        while True:
+            started = time.monotonic()
+            parcel = next(parcels, None)
+            if parcel is None:
+                return
+            self._record("encode", peer, parcel, started)
+            yield parcel
+
+    def _recorded_job(self, piece: Piece, handle: Callable[[Piece], Job | None]) -> Job | None:
+        """As `handle(piece)`, while the arrival of the piece and the time that its job takes are recorded."""
+        started = time.monotonic()
+        assert self.ticket.chunks is not None
+        self.ticket.chunks.append(
+            ChunkEvent("received", piece.peer, piece.phase, piece.chunk, started, float(piece.payload.size))
+        )
+        job = handle(piece)
+        if job is None:
+            return None
+
+        def compute() -> Any:
+            started = time.monotonic()
+            result = job.compute()
+            self._record("decode", piece.peer, piece, started)
+            return result
+
+        return Job(compute, job.finish)
+
+    def _record(self, what: str, peer: int, part: Parcel | Piece, started: float) -> None:
+        assert self.ticket.chunks is not None
+        self.ticket.chunks.append(ChunkEvent(what, peer, part.phase, part.chunk, started, time.monotonic() - started))
 
     def _unsent(self) -> list[int]:
         return [peer for peer in self.others() if self._ready[peer] or peer in self._making]

@@ -14,7 +14,7 @@ from squinchcomm.collectives import wire
 from squinchcomm.collectives.failure import pack_failure, told_failure
 from squinchcomm.collectives.wire import Signature
 from squinchcomm.errors import CollectiveTimeout, CommunicatorAborted, MismatchError, PeerLost, SquinchError, WireFormatError
-from squinchcomm.stats import Stats
+from squinchcomm.stats import Meter, Stats
 from squinchcomm.transport.base import Frame, Transport
 
 log = logging.getLogger("squinchcomm")
@@ -25,7 +25,10 @@ _ERROR_SIGNATURE = Signature("barrier", kind=wire.ERROR)
 
 
 class Parcel(NamedTuple):
-    """One frame to send. `payload` is an uint8 array or bytes; `borrow` as in `Transport.send`; no `crc` for shared memory."""
+    """One frame to send. `payload` is an uint8 array or bytes; `borrow` as in `Transport.send`; no `crc` for shared memory.
+
+    `raw_bytes` is what the payload would have been without a codec.
+    """
 
     phase: int
     chunk: int
@@ -33,11 +36,33 @@ class Parcel(NamedTuple):
     nbytes: int
     crc: int | None
     borrow: bool
+    raw_bytes: int
 
 
-def make_parcel(phase: int, chunk: int, payload: Any, *, borrow: bool = False, shared: bool = False) -> Parcel:
-    """A parcel with its payload's size and checksum, for one peer or many; `shared` if `Transport.allocate` gave the payload."""
-    return Parcel(phase, chunk, payload, len(payload), None if shared else wire.payload_crc(payload), borrow)
+def make_parcel(
+    phase: int, chunk: int, payload: Any, *, borrow: bool = False, shared: bool = False, raw_bytes: int | None = None
+) -> Parcel:
+    """A parcel with its payload's size and checksum, for one peer or many; `shared` if `Transport.allocate` gave the payload.
+
+    An encoded payload says in `raw_bytes` what it would have been without a codec.
+    """
+    nbytes = len(payload)
+    crc = None if shared else wire.payload_crc(payload)
+    return Parcel(phase, chunk, payload, nbytes, crc, borrow, nbytes if raw_bytes is None else raw_bytes)
+
+
+class ChunkEvent(NamedTuple):
+    """Something that happened to one chunk of a recorded call.
+
+    `what` is "encode" or "decode", with the seconds it took, or "sent" or "received", with the bytes of the payload.
+    """
+
+    what: str
+    peer: int
+    phase: int
+    chunk: int
+    at: float  # time.monotonic()
+    amount: float
 
 
 class Piece:
@@ -53,7 +78,7 @@ class Piece:
 
 
 class Ticket:
-    """Identity and deadline of one call.
+    """Identity and deadline of one call, and what it costs.
 
     Attributes:
         op: Name for messages.
@@ -61,16 +86,25 @@ class Ticket:
         head: Bytes 0..39 of all its frames.
         deadline: `time.monotonic()` at which it fails.
         timeout_s: What the deadline was made from.
+        started: `time.monotonic()` from which the deadline counts.
+        meter: What the call has cost so far.
+        waits: If the call is recorded, seconds spent waiting by peer: for its frame, or, in waits that brought none, for each that is
+            due.
+        chunks: If its chunks are recorded, what has happened to them.
     """
 
-    __slots__ = ("deadline", "head", "op", "sequence", "timeout_s")
+    __slots__ = ("chunks", "deadline", "head", "meter", "op", "sequence", "started", "timeout_s", "waits")
 
     def __init__(self, signature: Signature, epoch: int, sequence: int, timeout_s: float) -> None:
         self.op = signature.op
         self.sequence = sequence
         self.head = signature.pack(epoch, sequence)
         self.timeout_s = timeout_s
-        self.deadline = time.monotonic() + timeout_s
+        self.started = time.monotonic()
+        self.deadline = self.started + timeout_s
+        self.meter = Meter()
+        self.waits: dict[int, float] | None = None
+        self.chunks: list[ChunkEvent] | None = None
 
 
 class Channel:
@@ -94,13 +128,17 @@ class Channel:
 
     def send(self, ticket: Ticket, peer: int, parcel: Parcel, *, urgent: bool = False) -> None:
         """Queues one frame; the caller has seen that `transport.can_send(peer)`, or it is an urgent one."""
-        phase, chunk, payload, nbytes, crc, borrow = parcel
+        phase, chunk, payload, nbytes, crc, borrow, raw_bytes = parcel
         if crc is None:
             crc = 0 if peer in self.transport.sharing else wire.payload_crc(payload)
         header = wire.frame_header(ticket.head, self._sent[peer], phase, chunk, nbytes, crc)
         self.transport.send(peer, header, payload, borrow=borrow, urgent=urgent)
         self._sent[peer] += 1
-        self.stats.sent_wire_bytes += nbytes + wire.HEADER_BYTES
+        meter = ticket.meter
+        meter.sent_bytes += nbytes + wire.HEADER_BYTES
+        meter.raw_bytes += raw_bytes
+        if ticket.chunks is not None:
+            ticket.chunks.append(ChunkEvent("sent", peer, phase, chunk, time.monotonic(), nbytes))
 
     def receive(self, ticket: Ticket, waiting: dict[int, int], unsent: Collection[int] = (), *, block: bool) -> Piece | None:
         """The next frame of this call from any peer.
@@ -125,7 +163,10 @@ class Channel:
             started = time.monotonic()
             lost = dict(self.transport.lost)  # before the wait: what they sent is here, and comes first
             frame = self.transport.recv(max(0.0, min(_WAIT_SLICE_S, ticket.deadline - started)))
-            self.stats.wait_s += time.monotonic() - started
+            waited_s = time.monotonic() - started
+            ticket.meter.wait_s += waited_s
+            if ticket.waits is not None:
+                _charge(ticket.waits, {*waiting, *unsent} if frame is None else (frame.peer,), waited_s)
             if frame is None:
                 self._check_wait(ticket, {*waiting, *unsent}, lost)
                 return None
@@ -159,7 +200,6 @@ class Channel:
             self.stats.frames_corrupt += 1
             raise self._error(WireFormatError, f"a frame from rank {peer} is damaged: {fault}", ticket, peer)
         self._received[peer] += 1
-        self.stats.received_wire_bytes += payload.size + wire.HEADER_BYTES
         if frame.header[wire.KIND_BYTE] == wire.ERROR:  # also from a peer that this call does not wait for
             raise told_failure(payload, self.rank, peer)
         return payload
@@ -167,6 +207,7 @@ class Channel:
     def _judge(self, ticket: Ticket, waiting: dict[int, int], frame: Frame, payload: np.ndarray) -> Piece | None:
         head = frame.header[: wire.SIGNATURE_BYTES]
         if head == ticket.head:
+            ticket.meter.received_bytes += payload.size + wire.HEADER_BYTES
             return Piece(frame, payload)
         peer = frame.peer
         theirs = wire.read_header(head)
@@ -226,7 +267,6 @@ class Channel:
         if self.failure is not None:
             return
         self.failure = error
-        self.stats.failures += 1
         parcel = make_parcel(0, 0, pack_failure(error))
         ticket = Ticket(_ERROR_SIGNATURE, self.epoch, error.sequence or 0, 0.0)
         for peer in range(self.world_size):
@@ -244,6 +284,7 @@ class Channel:
     def abort(self, reason: str) -> None:
         """Makes the call in progress, and all later ones, raise CommunicatorAborted. Any thread; idempotent."""
         if self.abort_reason is None:
+            self.stats.aborts += self.failure is None
             self.abort_reason = reason
         self.transport.wake()
 
@@ -255,6 +296,11 @@ class Channel:
             op=ticket.op,
             sequence=ticket.sequence,
         )
+
+
+def _charge(waits: dict[int, float], peers: Collection[int], waited_s: float) -> None:
+    for peer in peers:
+        waits[peer] = waits.get(peer, 0.0) + waited_s
 
 
 def codec_name(wire_id: int) -> str:

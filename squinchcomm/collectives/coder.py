@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from squinchcomm.collectives.probe import Probe
 from squinchcomm.collectives.reduction import reduce_arrays
 from squinchcomm.kernels.codec import Codec
 
@@ -69,8 +70,9 @@ class CodecCoder:
 
     borrow = False
 
-    def __init__(self, codec: Codec, dtype: np.dtype, op: str, world_size: int, seed: int) -> None:
+    def __init__(self, codec: Codec, dtype: np.dtype, op: str, world_size: int, seed: int, probe: Probe | None = None) -> None:
         self.codec = codec
+        self._probe = probe
         self.tile = codec.tile_size
         self.dtype = dtype
         self.scale = 1.0 / world_size if op == "avg" else 1.0
@@ -85,7 +87,12 @@ class CodecCoder:
 
         `key` numbers the encodings of one collective; with the seed it fixes the random numbers.
         """
-        return self.codec.encode(values, room, seed=mix(self.seed, key))
+        payload = self.codec.encode(values, room, seed=mix(self.seed, key))
+        probe = self._probe
+        if probe is not None:
+            self._probe = None
+            probe.look(values, payload)
+        return payload
 
     def combine(self, inputs: Sequence[Any], own: np.ndarray, key: int, room: np.ndarray | None) -> np.ndarray:
         """Sums encoded payloads and the exact `own` array and returns the payload of the sum; `own` is left alone."""

@@ -82,7 +82,7 @@ class Exchange:
             room = self._room(stop - start, self.call.others())
             payload = self.coder.outgoing(own[start - base : stop - base], self._key(GATHER, chunk), room)
             self.coder.incoming(payload, self.whole[start:stop])
-            parcel = self._parcel(GATHER, chunk, payload, room)
+            parcel = self._parcel(GATHER, chunk, payload, room, stop - start)
             for peer in rest:
                 self.call.post(peer, parcel)
             yield parcel
@@ -104,14 +104,15 @@ class Exchange:
             start, stop = self.plan.span(peer, chunk)
             room = self._room(stop - start, (peer,))
             payload = self.coder.outgoing(self.whole[start:stop], self._key(SCATTER, chunk, peer), room)
-            yield self._parcel(SCATTER, chunk, payload, room)
+            yield self._parcel(SCATTER, chunk, payload, room, stop - start)
 
     def _room(self, count: int, peers: Collection[int]) -> np.ndarray | None:
         return self.call.room(self.coder.nbytes(count), peers)
 
-    def _parcel(self, phase: int, chunk: int, payload: np.ndarray, room: np.ndarray | None) -> Parcel:
+    def _parcel(self, phase: int, chunk: int, payload: np.ndarray, room: np.ndarray | None, count: int) -> Parcel:
         shared = room is not None
-        return make_parcel(phase, chunk, payload, borrow=self.coder.borrow and not shared, shared=shared)
+        raw_bytes = count * self.whole.itemsize
+        return make_parcel(phase, chunk, payload, borrow=self.coder.borrow and not shared, shared=shared, raw_bytes=raw_bytes)
 
     def _key(self, phase: int, chunk: int, peer: int = 0) -> int:
         """Numbers the encodings of all ranks in this collective."""
@@ -155,7 +156,7 @@ class Exchange:
         room = self._room(stop - start, self._gather_to)
         payload = coder.combine(inputs, total, self._key(GATHER, chunk), room)
         coder.settle(payload, total)
-        return self._parcel(GATHER, chunk, payload, room)
+        return self._parcel(GATHER, chunk, payload, room, stop - start)
 
     def _combined_chunk(self, parcel: Parcel | None, row: dict[int, Piece]) -> None:
         if parcel is not None:

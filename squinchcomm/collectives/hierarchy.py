@@ -174,10 +174,10 @@ class Hierarchy:
         if piece.payload.size != due:
             raise self.call.broken(piece, f"has {piece.payload.size} bytes where {due} were due")
         if piece.phase == GATHER:
-            return Job(lambda: self._take(piece, index, start, stop), lambda parcel: self._taken(piece, parcel))
+            return Job(lambda: self._take(piece, start, stop), lambda parcel: self._taken(piece, parcel))
         return self._hold(piece, index, chunk)
 
-    def _take(self, piece: Piece, index: int, start: int, stop: int) -> Parcel | None:
+    def _take(self, piece: Piece, start: int, stop: int) -> Parcel | None:
         """Decodes a result; the parcel to pass on, if that is ours to do."""
         self.coder.incoming(piece.payload, self.whole[start:stop])
         if piece.peer in self.locals or not self.neighbours:
@@ -185,7 +185,7 @@ class Hierarchy:
         room = self.call.room(piece.payload.size, self.neighbours)
         payload = np.empty_like(piece.payload) if room is None else room
         payload[:] = piece.payload
-        return make_parcel(GATHER, piece.chunk, payload, shared=room is not None)
+        return self._parcel(GATHER, piece.chunk, payload, stop - start, shared=room is not None)
 
     def _taken(self, piece: Piece, parcel: Parcel | None) -> None:
         piece.release()
@@ -215,9 +215,9 @@ class Hierarchy:
         key = self._key(SCATTER, index, chunk)
         if not row:
             payload = self.coder.outgoing(own, key, None)
-            return make_parcel(SCATTER, self._number(index, chunk), payload, borrow=self.coder.borrow)
+            return self._parcel(SCATTER, self._number(index, chunk), payload, own.size, borrow=self.coder.borrow)
         payload = self.coder.partial(self._own_parts(own, row), own, key, None)
-        return make_parcel(SCATTER, self._number(index, chunk), payload)
+        return self._parcel(SCATTER, self._number(index, chunk), payload, own.size)
 
     def _total(self, index: int, chunk: int, row: dict[int, Piece]) -> Parcel | None:
         shard = self.shards[index]
@@ -234,7 +234,11 @@ class Hierarchy:
         payload = self.coder.combine(inputs, own, self._key(GATHER, index, chunk), room)
         self.coder.settle(payload, own)
         # With a checksum even if it lies in shared memory: other hosts get it too.
-        return make_parcel(GATHER, self._number(index, chunk), payload, borrow=self.coder.borrow and room is None)
+        borrow = self.coder.borrow and room is None
+        return self._parcel(GATHER, self._number(index, chunk), payload, own.size, borrow=borrow)
+
+    def _parcel(self, phase: int, number: int, payload: np.ndarray, count: int, **how: bool) -> Parcel:
+        return make_parcel(phase, number, payload, raw_bytes=count * self.whole.itemsize, **how)
 
     def _listeners(self, shard: Shard) -> list[int]:
         """Whom this rank tells the result of its shard: other hosts first."""

@@ -227,7 +227,7 @@ class PointToPoint:
         header = wire.frame_header(self._heads[kind], out[peer], 0, number % wire.MAX_CHUNK, nbytes, crc)
         self._transport.send(peer, header, payload, urgent=urgent)
         out[peer] += 1
-        self._stats.sent_wire_bytes += nbytes + wire.HEADER_BYTES
+        self._stats.messages.sent_bytes += nbytes + wire.HEADER_BYTES
 
     def _take(self, frame: Frame) -> None:
         peer = frame.peer
@@ -238,7 +238,7 @@ class PointToPoint:
             self._stats.frames_corrupt += 1
             raise self._error(WireFormatError, f"a frame from rank {peer} is damaged: {fault or 'unknown kind or epoch'}", peer)
         self._indices["in"][peer] += 1
-        self._stats.received_wire_bytes += payload.size + wire.HEADER_BYTES
+        self._stats.messages.received_bytes += payload.size + wire.HEADER_BYTES
         try:
             if kind == wire.ERROR:
                 raise told_failure(payload, self._transport.rank, peer)
@@ -355,7 +355,7 @@ class PointToPoint:
             gone = self._nobody_left(message, lost)
             if gone is not None or message.deadline <= now:
                 self._wanted.remove(message)
-                message.work.finish(self._timed_out(message) if gone is None else self._lost(gone, message))
+                self._end(message, self._timed_out(message) if gone is None else self._lost(gone, message))
 
     def _nobody_left(self, message: Message, lost: dict[int, str]) -> int | None:
         """A lost rank that this receive waits for in vain; for any source, only when all others are lost."""
@@ -390,13 +390,21 @@ class PointToPoint:
                 message.arrived()
             except Exception as caught:
                 error = caught
+        self._end(message, error, source)
+
+    def _end(self, message: Message, error: Exception | None, source: int | None = None) -> None:
+        if error is not None:
+            self._stats.count_failure("send", error)
+        else:
+            self._stats.messages.calls += 1
+            self._stats.messages.raw_bytes += message.data.size if message.outgoing else 0
         message.work.finish(error, source)
 
     def _end_all(self, reason: SquinchError) -> None:
         with self._lock:
             posted, self._posted = self._posted, []
         for message in (*self._pending(), *posted):
-            message.work.finish(reason)
+            self._end(message, reason)
         self._sending.clear()
         self._receiving.clear()
         self._wanted.clear()

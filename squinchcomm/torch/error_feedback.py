@@ -8,6 +8,7 @@ lost, whoever owns an element next.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -90,6 +91,11 @@ class ErrorFeedback:
             for bucket in self._opened:
                 bucket.commit()
         self._opened, self._closed = [], 0
+
+    def residual_norm(self) -> float:
+        """Euclidean length of all residuals of the previous step; one read of them. Any thread."""
+        parts = [bucket.current for bucket in list(self._buckets.values())]
+        return math.sqrt(sum(float(torch.linalg.vector_norm(part)) ** 2 for part in parts))
 
     def state(self) -> dict[str, torch.Tensor]:
         """Copies of the residuals by name, each in its parameter's shape."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from squinchcomm import roster
 from squinchcomm.arrays import flatten
 from squinchcomm.collectives.coder import mix
 from squinchcomm.errors import CommunicatorAborted, ConfigError, SquinchError
@@ -93,6 +94,8 @@ class CompressState:
         self.turnstile = Turnstile()
         self.results_group = twin_of(group) if group.size() > 1 else group
         self.feedback = ErrorFeedback(module) if error_feedback else None
+        if self.feedback is not None:
+            roster.hold_residuals(self.feedback, self.codec)
         warm_up()  # not in the first backward pass
         self._calls = 0
         self._seen: set[tuple[torch.dtype, int]] = set()
