@@ -203,16 +203,16 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, hook: C
     return int(path.name.removeprefix("step-"))
 
 
-def digest(model: nn.Module) -> str:
+def digest(model: nn.Module) -> bytes:
     """Of all parameters' bits."""
     found = hashlib.sha256()
     for parameter in model.parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         found.update(whole.detach().numpy().tobytes())
-    return found.hexdigest()
+    return found.digest()
 
 
-def main(arguments: list[str] | None = None) -> tuple[float, str]:
+def main(arguments: list[str] | None = None) -> tuple[float, bytes]:
     """Trains; returns the last validation loss and a digest of the parameters."""
     options = parse(arguments)
     # A hook compresses by itself, so the backend is to leave alone what it sends.
@@ -261,13 +261,14 @@ def main(arguments: list[str] | None = None) -> tuple[float, str]:
             if options.checkpoints:
                 save(options.checkpoints, step, everything(model, optimizer, hook))
 
-    mine, everyones = digest(model), [None] * world_size
-    dist.all_gather_object(everyones, mine)
-    if set(everyones) != {mine}:
+    mine = torch.frombuffer(bytearray(digest(model)), dtype=torch.uint8)
+    everyones = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(everyones, mine)
+    if not all(torch.equal(other, mine) for other in everyones):
         raise SystemExit("ranks hold different parameters")
     log("all ranks hold the same parameters")
     dist.destroy_process_group()
-    return validation, mine
+    return validation, bytes(mine)
 
 
 if __name__ == "__main__":

@@ -18,26 +18,25 @@ LEAST_DB = 24.5
 
 
 class Learner:
-    """A byte-level transformer in training, and its gradients, one 1-D float32 array of 0.5 M elements."""
+    """A byte-level transformer of 0.5 M parameters in training."""
 
     def __init__(self) -> None:
         from squinchcomm.demo import corpus
         from squinchcomm.demo.model import ByteTransformer
-        from squinchcomm.demo.train import flat_gradients
 
         self.text = corpus.load()
         self.batch = corpus.batch
         self.model = ByteTransformer(width=128, layers=2, heads=4, length=64, seed=0)
-        self.gradients = flat_gradients(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.step = 0
 
     def gradient(self, rank: int) -> np.ndarray:
-        """Of the mini-batch that this rank draws at this step."""
+        """Of the mini-batch that this rank draws at this step, 1-D float32."""
         rng = np.random.default_rng((self.step, rank))
-        self.gradients.zero_()
-        self.model.loss(torch.from_numpy(self.batch(self.text.train, rng, 4, 64))).backward()
-        return self.gradients.numpy().copy()
+        self.optimizer.zero_grad()
+        self.model(torch.from_numpy(self.batch(self.text.train, rng, 4, 64))).backward()
+        pieces = [parameter.grad.numpy().reshape(-1) for parameter in self.model.parameters()]
+        return np.concatenate(pieces)
 
     def train_to(self, step: int) -> None:
         while self.step < step:

@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Predicts each next byte of (batch, time) int64 tokens; the same seed gives the same weights on every rank."""
+    """Predicts each next byte; the same seed gives the same weights on every rank."""
 
     def __init__(self, *, width: int, layers: int, heads: int, length: int, seed: int) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class ByteTransformer(nn.Module):
         self.norm = nn.LayerNorm(width)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy in nats a byte, over all positions of (batch, time + 1) tokens."""
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Mean cross-entropy in nats a byte, over all positions of (batch, time + 1) int64 tokens."""
         x = self.embedding(tokens[:, :-1]) + self.position
         logits = functional.linear(self.norm(self.blocks(x)), self.embedding.weight)
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -44,6 +44,6 @@ class Run:
     train_loss: list[float] = field(default_factory=list)
     held_out_loss: list[tuple[int, float]] = field(default_factory=list)
     compute_s: list[float] = field(default_factory=list)
-    communication_s: list[float] = field(default_factory=list)
+    communication_s: list[float] = field(default_factory=list)  # that backward waits for after its last bucket
     wire_bytes: list[int] = field(default_factory=list)  # sent by rank 0
     ranks_agree: bool = False

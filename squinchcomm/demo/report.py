@@ -50,7 +50,7 @@ def table(runs: list[Run], *, ranks: int, link_rate: str) -> Table:
 
     row("step time (ms)", [1e3 * median(map(sum, zip(r.compute_s, r.communication_s, strict=True))) for r in runs], "{:.1f}")
     row("  compute (ms)", [1e3 * median(r.compute_s) for r in runs], "{:.1f}")
-    row("  all-reduce, waiting included (ms)", [1e3 * median(r.communication_s) for r in runs], "{:.1f}")
+    row("  waiting for gradients (ms)", [1e3 * median(r.communication_s) for r in runs], "{:.1f}")
     row("sent on the wire, a rank and step (MB)", [median(r.wire_bytes) / 1e6 for r in runs], "{:.3f}")
     row("training time (s)", [sum(r.compute_s) + sum(r.communication_s) for r in runs], "{:.1f}")
     row(
@@ -105,7 +105,8 @@ def picture(runs: list[Run], path: Path, *, ranks: int, link_rate: str) -> None:
             axes.plot(train_x, run.train_loss, color=colour, alpha=0.25, linewidth=0.6, zorder=2, label=f"{name}, training")
         sent = [total / 1e9 for total in accumulate(run.wire_bytes)]
         wire.plot(clock, sent, color=colour, linewidth=2, label=name)
-        less = "" if run is runs[0] else f", {sum(runs[0].wire_bytes) / sum(run.wire_bytes):.1f}x less"
+        alone = not sent[-1]  # one rank sends nothing
+        less = "" if run is runs[0] or alone else f", {sum(runs[0].wire_bytes) / sum(run.wire_bytes):.1f}x less"
         end = {"xytext": (-6, 0), "ha": "right"} if run is runs[0] else {"xytext": (6, 0), "ha": "left"}
         wire.annotate(
             f"{sent[-1]:.3g} GB{less}", (clock[-1], sent[-1]), textcoords="offset points", va="center", color=colour, **end

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -87,23 +88,18 @@ def test_picture_is_a_png(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_picture_of_one_rank_that_sends_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [replace(a_run(codec), wire_bytes=[0] * 4) for codec in ("none", "squinch6")]
+    report.picture(runs, tmp_path / "demo.png", ranks=1, link_rate="1Gbit")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_missing_torch_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["demo"])
     assert result.exit_code == 2
     assert "pip install '.[demo]'" in result.output
-
-
-@needs_torch
-def test_gradients_are_views_of_one_buffer() -> None:
-    import torch
-
-    from squinchcomm.demo.train import flat_gradients
-
-    model = torch.nn.Linear(3, 2)
-    flat = flat_gradients(model)
-    model(torch.ones(1, 3)).sum().backward()
-    assert flat.tolist() == [1.0] * 8
 
 
 def run_demo(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

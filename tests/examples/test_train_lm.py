@@ -29,7 +29,7 @@ MORE_RESUMABLE = {
     "fsdp": ("--fsdp", "--hook", "squinch6"),
     "fsdp-squinch": ("--fsdp", "--backend", "squinch"),
 }
-Outcome = tuple[float, str]  # validation loss and a digest of all parameters
+Outcome = tuple[float, bytes]  # validation loss and a digest of all parameters
 
 
 def trained(rank: int, world_size: int, port: int, runs: list[tuple[str, ...]]) -> list[Outcome]:
