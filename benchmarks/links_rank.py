@@ -179,10 +179,10 @@ def status_bytes(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field + ":"))
 
 
-def main() -> None:
-    """Reads commands until stdin ends, which it also does when the benchmark dies."""
+def obey(kind: Callable[..., Any]) -> None:
+    """Makes a rank of this kind out of the command line and runs its methods until stdin ends, as it does when the benchmark dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark itself decides what an interrupt means
-    rank = Rank(**json.loads(sys.argv[1]))
+    rank = kind(**json.loads(sys.argv[1]))
     for line in sys.stdin:
         command = json.loads(line)
         answer = getattr(rank, command.pop("do"))(**command)
@@ -191,4 +191,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    obey(Rank)

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from netns import INTERFACE, Network
 
-_SCRIPT = str(Path(__file__).with_name("links_rank.py"))
+_FOLDER = Path(__file__).parent
 # Outside a namespace's reach nothing else listens there, so that the numbers need no search.
 _PORTS = iter(range(23000, 29000, 2))
 
@@ -28,9 +28,12 @@ class Ranks:
         world_size: Number of ranks.
         network: Where they live, as many on each host; None puts all of them on the loopback interface.
         one_host: Without a network, they know that they share a machine; else each takes itself for a host of its own.
+        script: What a rank runs: `links_rank.obey` with a class of the benchmark.
     """
 
-    def __init__(self, world_size: int, network: Network | None, *, one_host: bool = False) -> None:
+    def __init__(
+        self, world_size: int, network: Network | None, *, one_host: bool = False, script: str = "links_rank.py"
+    ) -> None:
         self.world_size = world_size
         port = next(_PORTS)
         host = network.address(0) if network else "127.0.0.1"
@@ -48,7 +51,7 @@ class Ranks:
                 "squinch": f"tcp://{host}:{port + 1}",
                 "interface": INTERFACE if network else "lo",
             }
-            command = [sys.executable, _SCRIPT, json.dumps(settings)]
+            command = [sys.executable, str(_FOLDER / script), json.dumps(settings)]
             process = subprocess.Popen(
                 network.command(place, command) if network else command,
                 stdin=subprocess.PIPE,
@@ -67,7 +70,7 @@ class Ranks:
         self.close()
 
     def ask(self, do: str, *, timeout_s: float = 300.0, **fields: Any) -> list[Any]:
-        """Has all ranks run a command of `links_rank.Rank` at once; their answers in rank order.
+        """Has all ranks run a command, a method of their class, at once; their answers in rank order.
 
         Raises:
             RuntimeError: a rank died or did not answer in time; carries what the ranks wrote to stderr.

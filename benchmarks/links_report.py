@@ -124,7 +124,7 @@ def line(row: Row) -> str:
     )
 
 
-def environment(links: str) -> dict[str, Any]:
+def environment(links: str, script: str = "links.py") -> dict[str, Any]:
     """Machine, versions and command of this run."""
     model = next(
         (text.split(":", 1)[1].strip() for text in _lines("/proc/cpuinfo") if text.startswith("model name")), "unknown"
@@ -133,7 +133,7 @@ def environment(links: str) -> dict[str, Any]:
     versions = {name: _version(name) for name in ("squinchcomm", "torch", "numpy", "numba", "pyzmq")}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/links.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
         "processor": model,
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory, 1),
