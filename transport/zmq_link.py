@@ -165,7 +165,10 @@ class Dialer:
                 self._fd = value
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.socket.get(zmq.EVENTS)  # takes note of the connection now: a first send might not
-                kernel_socket = socket.socket(fileno=os.dup(self._fd))
+                try:
+                    kernel_socket = socket.socket(fileno=os.dup(self._fd))
+                except OSError:  # it has ended already; the next event says so
+                    continue
                 if kernel_socket.family != socket.AF_UNIX:
                     _limit_send_buffer(kernel_socket)
                 return PeerLink(self.target, self.socket, self.monitor, kernel_socket)
