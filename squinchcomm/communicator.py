@@ -33,7 +33,8 @@ from squinchcomm.collectives.probe import PROBE_PERIOD, Probe
 from squinchcomm.collectives.reduction import check_reduction
 from squinchcomm.collectives.wire import Signature
 from squinchcomm.config import Config
-from squinchcomm.errors import CommunicatorAborted
+from squinchcomm.crossover import Crossover
+from squinchcomm.errors import CommunicatorAborted, ConfigError
 from squinchcomm.kernels import warm_up
 from squinchcomm.kernels.codec import Codec
 from squinchcomm.kernels.dtypes import BFLOAT16, FLOAT16, dtype_name
@@ -69,6 +70,7 @@ class Communicator:
         hosts: Host identity of each rank; equal ones share a machine.
         config: Settings.
         stats: Counters.
+        crossover: Where the codec "auto" starts to compress; None if the configuration's codec is another.
     """
 
     def __init__(self, backend: Backend, transports: tuple[Transport, Transport], config: Config, epoch: int) -> None:
@@ -78,6 +80,7 @@ class Communicator:
         self.hosts = collectives.hosts
         self.config = config
         self.stats = Stats()
+        self.crossover: Crossover | None = None
         self._backend = backend
         self._transports = transports
         self._channel = Channel(collectives, epoch, self.stats)
@@ -492,7 +495,7 @@ class Communicator:
         idle = self._lane.close(self.config.timeout_s)
         quiet = self._messages.stop(CommunicatorAborted("the communicator was closed", rank=self.rank), tell_peers=False)
         if self._recorder is not None:
-            self._recorder.dump("closed", closed=True)
+            self._recorder.close()
         roster.leave(self)
         for transport, unused in zip(self._transports, (idle, quiet), strict=True):
             if unused:
@@ -546,6 +549,7 @@ class Communicator:
             reduction=reduction,
             min_compress_bytes=self.config.min_compress_bytes,
             compress=self.config.compress,
+            pays=lambda: self._pays(data),
         )
         if reason is not None:
             self.stats.uncompressed[reason] += 1
@@ -556,6 +560,16 @@ class Communicator:
                 self._compressed_before.add(seen)
                 log.info("%s of %d %s elements goes out as %s", op, data.size, dtype_name(data.dtype), codec.name)
         return codec
+
+    def _pays(self, data: np.ndarray) -> bool:
+        if self.crossover is not None:
+            return self.crossover.pays(data.nbytes, data.itemsize)
+        if self.world_size > 1:
+            raise ConfigError(
+                "codec 'auto' decides by what the ranks measure when they meet: give it to the whole group, as codec='auto' of init "
+                "or SQUINCH_CODEC=auto, and leave codec out of the calls"
+            )
+        return False
 
     def _coder(self, codec: Codec, dtype: np.dtype, op: str, call: Call) -> Coder:
         if codec.lossless:

@@ -82,6 +82,7 @@ class Recorder:
         self._hosts = hosts
         self._transport = transport
         self._next = 0
+        self._closed = False
         with _lock:
             _recorders.add(self)
         if self.directory is not None:
@@ -104,7 +105,14 @@ class Recorder:
             ticket.chunks = []
         record.state = RUNNING
 
-    def dump(self, reason: str, directory: Path | None = None, *, closed: bool = False) -> Path | None:
+    def close(self) -> None:
+        """Writes the file for the last time."""
+        self._closed = True
+        self.dump("closed")
+        with _lock:
+            _recorders.discard(self)
+
+    def dump(self, reason: str, directory: Path | None = None) -> Path | None:
         """Writes the file of this rank, in place of an earlier one; its path, or None if there is no folder or nothing to write.
 
         A file that cannot be written is a warning in the log.
@@ -115,7 +123,7 @@ class Recorder:
             return None
         path = folder / f"{self._group}-rank{self._rank:05d}{recordings.SUFFIX}"
         try:
-            recordings.write(path, self._lines(calls, reason, closed))
+            recordings.write(path, self._lines(calls, reason))
         except OSError as error:
             log.warning("rank %d: the flight recorder cannot write %s: %s", self._rank, path, error)
             return None
@@ -137,7 +145,7 @@ class Recorder:
             except RuntimeError:  # another thread has just made a call
                 continue
 
-    def _lines(self, calls: list[CallRecord], reason: str, closed: bool) -> list[Line]:
+    def _lines(self, calls: list[CallRecord], reason: str) -> list[Line]:
         monotonic, wall = time.monotonic(), time.time()
         header = Header(
             version=recordings.VERSION,
@@ -154,7 +162,7 @@ class Recorder:
             next_call=self._next,
             capacity=self._calls.maxlen or 0,
             calls=len(calls),
-            closed=closed,
+            closed=self._closed,
             failure=self.failure,
         )
         names = {wire_id: codec_name(wire_id) for wire_id in {record.signature.codec_id for record in calls}}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from squinchcomm import __version__
-from squinchcomm.cli import bench, doctor, env, inspect, keygen, run, simulate
+from squinchcomm.cli import bench, doctor, env, inspect, keygen, run, simulate, trace
 
 app = typer.Typer(
     name="squinchcomm",
@@ -40,6 +40,7 @@ app.command()(doctor.doctor)
 app.command()(keygen.keygen)
 app.command()(env.env)
 app.command()(simulate.simulate)
+app.command()(trace.trace)
 app.command()(inspect.inspect)
 
 if importlib.util.find_spec("squinchcomm.cli.demo"):
