@@ -158,10 +158,10 @@ class Channel:
                 return self._judge(ticket, waiting, *self._pop_early(peer))
         frame = self.transport.recv(0)
         if frame is None:
-            if not block:
-                return None
-            started = time.monotonic()
             lost = dict(self.transport.lost)  # before the wait: what they sent is here, and comes first
+            if not block or any(peer not in lost and self.transport.can_send(peer) for peer in unsent):
+                return None  # looking may have opened a window
+            started = time.monotonic()
             frame = self.transport.recv(max(0.0, min(_WAIT_SLICE_S, ticket.deadline - started)))
             waited_s = time.monotonic() - started
             ticket.meter.wait_s += waited_s
