@@ -54,7 +54,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--per-host", type=int, default=1, metavar="N", help="ranks on each host; links join hosts")
     parser.add_argument("--links", nargs="+", choices=RATES, default=None, help="kinds of links")
     parser.add_argument("--sizes", nargs="+", type=_size, default=None, help="bytes of float32, with K, M or G")
-    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, help="squinchcomm codecs, gloo-f32, gloo-bf16")
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS, help="squinchcomm codecs, auto, gloo-f32, gloo-bf16")
     parser.add_argument("--budget", type=float, default=None, help="seconds for the repeats of one size on one kind of link")
     parser.add_argument(
         "--emulate", action="store_true", help="use squinchcomm's rate limiter even where namespaces can be had"
@@ -98,6 +98,7 @@ def measure(plan: Plan) -> Iterator[Row]:
                     contenders = contenders if RATES[link] is None else ours
                 else:
                     continue
+                _open_auto(ranks, contenders, None if network is not None or RATES[link] is None else link)
                 for size in plan.sizes:
                     if size <= SIZE_CAPS.get(link, size):
                         yield from _cell(ranks, link, size, contenders, plan)
@@ -105,6 +106,7 @@ def measure(plan: Plan) -> Iterator[Row]:
         if "loopback" in plan.links:
             with Ranks(world_size, None, one_host=True) as ranks:
                 _open(ranks, plan.contenders)
+                _open_auto(ranks, plan.contenders, None)
                 for size in plan.sizes:
                     yield from _cell(ranks, "loopback", size, plan.contenders, plan)
                 ranks.ask("close")
@@ -152,6 +154,12 @@ def _open(ranks: Ranks, contenders: list[str]) -> None:
         ranks.ask("open_squinch")
     if any(name.endswith("/flat") for name in contenders):
         ranks.ask("open_flat")
+
+
+def _open_auto(ranks: Ranks, contenders: list[str], emulated: str | None) -> None:
+    if "auto" in contenders:
+        answer = ranks.ask("open_auto", link_rate=emulated)[0]
+        print(f"# auto: {answer['crossover']}, joined in {answer['seconds']:.2f} s", flush=True)
 
 
 def _network(plan: Plan, world_size: int) -> netns.Network | nullcontext[None]:

@@ -28,6 +28,7 @@ class Rank:
         self.gloo_address, self.squinch_address, self.interface = gloo, squinch, interface
         self.comm: Any = None
         self.flat: Any = None  # as `comm`, with the flat algorithm
+        self.auto: Any = None  # as `comm`, with the codec "auto"
         self.dist: Any = None
         self.count = 0
 
@@ -50,6 +51,14 @@ class Rank:
     def open_flat(self) -> None:
         """Joins another one that never combines inside hosts first."""
         self.flat = self._init(algorithm="flat")
+
+    def open_auto(self, *, link_rate: str | None = None) -> dict[str, Any]:
+        """Joins another one that chooses codecs, anew if there is one, since it measures the link then; the choice by size."""
+        if self.auto is not None:
+            self.auto.close()
+        start = time.perf_counter()
+        self.auto = self._init(codec="auto", link_rate=link_rate)
+        return {"crossover": repr(self.auto.crossover), "seconds": time.perf_counter() - start}
 
     def _init(self, **settings: Any) -> Any:
         import squinchcomm
@@ -107,7 +116,7 @@ class Rank:
 
     def close(self) -> None:
         """Leaves both groups."""
-        for comm in (self.comm, self.flat):
+        for comm in (self.comm, self.flat, self.auto):
             if comm is not None:
                 comm.close()
         if self.dist is not None:
@@ -135,6 +144,8 @@ class Rank:
 
             tensor = torch.from_numpy(buffer)
             return lambda: self.dist.all_reduce(tensor), lambda: buffer
+        if name == "auto":
+            return lambda: self.auto.allreduce(buffer, "sum"), lambda: buffer
         codec, _, algorithm = name.partition("/")
         comm = self.flat if algorithm == "flat" else self.comm
         return lambda: comm.allreduce(buffer, "sum", codec=codec), lambda: buffer

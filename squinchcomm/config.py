@@ -178,8 +178,8 @@ class Config:
         "SQUINCH_CODEC",
         "none",
         _pattern(_NAME),
-        "none, bf16, int8, squinch6, squinch6-sr or another codec's name",
-        "how gradients are compressed; none sends every bit of them",
+        "none, bf16, int8, squinch6, squinch6-sr, another codec's name, or auto",
+        "how gradients are compressed; none sends every bit of them, auto takes squinch6 where that is quicker",
     )
     compress: str = _setting(
         "SQUINCH_COMPRESS",

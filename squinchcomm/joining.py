@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +15,13 @@ from squinchcomm.collectives.coder import mix
 from squinchcomm.collectives.survivors import Assembly
 from squinchcomm.communicator import Communicator
 from squinchcomm.config import Config
+from squinchcomm.crossover import Crossover
 from squinchcomm.errors import MismatchError, WireFormatError
+from squinchcomm.policy import AUTO
+from squinchcomm.survey import places, survey
 from squinchcomm.transport.base import Backend, Listener, Transport
+
+log = logging.getLogger("squinchcomm")
 
 _MAX_BLOB_BYTES = 64 << 10
 
@@ -63,7 +69,7 @@ def split(comm: Communicator, backend: Backend, epoch: int, color: int | None, k
     try:
         members = _members(comm, color, order, _pack(listeners, epoch, comm.config))
         new_rank = [rank for rank, _ in members].index(comm.rank)
-        return _connect(backend, listeners, new_rank, [blob for _, blob in members], comm.config)
+        return _connect(backend, listeners, new_rank, [blob for _, blob in members], comm.config, comm.crossover)
     except BaseException:
         for listener in listeners:
             listener.close()
@@ -79,7 +85,9 @@ def shrink(
         new_epoch = mix(epoch, (1 << 40) + attempt) & 0xFFFFFFFF
         blobs = Assembly(transport, epoch, attempt, _pack(listeners, new_epoch, comm.config)).agree(timeout_s)
         members = sorted(blobs)
-        return _connect(backend, listeners, members.index(comm.rank), [blobs[rank] for rank in members], comm.config)
+        return _connect(
+            backend, listeners, members.index(comm.rank), [blobs[rank] for rank in members], comm.config, comm.crossover
+        )
     except BaseException:
         for listener in listeners:
             listener.close()
@@ -127,20 +135,24 @@ def _listen(backend: Backend) -> tuple[Listener, Listener]:
 def _pack(listeners: tuple[Listener, Listener], epoch: int, config: Config) -> bytes:
     """What a rank tells the others before a communicator exists."""
     collectives, messages = listeners
-    return msgspec.msgpack.encode(
-        Endpoints(
-            collectives.address,
-            messages.address,
-            epoch,
-            {"chunk_bytes": str(config.chunk_bytes), "algorithm": config.algorithm},
-        )
-    )
+    settings = {"chunk_bytes": str(config.chunk_bytes), "algorithm": config.algorithm, "codec": "any but auto"}
+    if config.codec == AUTO:  # its ranks measure together, and decide alike
+        settings |= {"codec": AUTO, "link_rate": str(config.link_rate)}
+    return msgspec.msgpack.encode(Endpoints(collectives.address, messages.address, epoch, settings))
 
 
 def _connect(
-    backend: Backend, listeners: tuple[Listener, Listener], rank: int, blobs: Sequence[bytes], config: Config
+    backend: Backend,
+    listeners: tuple[Listener, Listener],
+    rank: int,
+    blobs: Sequence[bytes],
+    config: Config,
+    known: Crossover | None = None,
 ) -> Communicator:
-    """Connects this rank's listeners with those of `blobs`, one a rank, whose epoch is rank 0's."""
+    """Connects this rank's listeners with those of `blobs`, one a rank, whose epoch is rank 0's.
+
+    What a larger group has measured, `known`, holds for its parts.
+    """
     everybody = [_read(blob, peer) for peer, blob in enumerate(blobs)]
     _check_settings(everybody, rank)
     collectives, messages = listeners
@@ -155,6 +167,9 @@ def _connect(
     try:
         # Nobody goes on, and perhaps away, before everybody is connected.
         comm.barrier(timeout_s=config.connect_timeout_s)
+        if config.codec == AUTO and comm.world_size > 1:
+            comm.crossover = survey(comm) if known is None else known.of(places(comm))
+            log.info("codec auto: %r", comm.crossover)
     except BaseException:
         comm.close()
         raise

@@ -37,10 +37,11 @@ def check_names(config: Config) -> None:
         ConfigError: nothing built in or installed has the name; lists what has one.
     """
     from squinchcomm.kernels.registry import codec_names
+    from squinchcomm.policy import AUTO
     from squinchcomm.transport.registry import backend_names
 
     for variable, name, known in (
-        ("SQUINCH_CODEC", config.codec, codec_names()),
+        ("SQUINCH_CODEC", config.codec, (*codec_names(), AUTO)),
         ("SQUINCH_TRANSPORT", config.transport, backend_names()),
     ):
         if name not in known:

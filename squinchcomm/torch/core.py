@@ -17,7 +17,7 @@ from squinchcomm.communicator import Communicator
 from squinchcomm.errors import SquinchError
 from squinchcomm.kernels import get_codec
 from squinchcomm.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
-from squinchcomm.policy import misfit
+from squinchcomm.policy import AUTO, misfit
 from squinchcomm.torch.callbacks import CallbackThreads
 from squinchcomm.torch.errors import translated
 from squinchcomm.torch.guards import current_guard
@@ -250,9 +250,9 @@ class Core:
         if guard is None:
             return None
         codec = guard.codec or config.codec
-        if get_codec(codec).lossless:
+        if codec != AUTO and get_codec(codec).lossless:
             return "none"
-        reason = misfit(_FLOATS.get(tensor.dtype, _OTHER), op.name, asked=guard.codec is not None)
+        reason = misfit(_FLOATS.get(tensor.dtype, _OTHER), op.name, asked=guard.codec not in (None, AUTO))
         if reason is None and guard.lossless:
             reason = "guard"
         if reason is None:

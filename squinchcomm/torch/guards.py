@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from squinchcomm.errors import ConfigError
+from squinchcomm.policy import AUTO
 
 _KEY = "squinchcomm.guard"
 
@@ -47,7 +48,7 @@ def compressed(codec: str | None = None, *, all_gather: bool = False) -> Iterato
     Raises:
         ConfigError: the codec does not exist.
     """
-    if codec is not None:
+    if codec not in (None, AUTO):
         from squinchcomm.kernels import get_codec
 
         get_codec(codec)

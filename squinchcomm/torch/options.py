@@ -18,7 +18,8 @@ class Options:
     those of the default group.
 
     Args:
-        codec: Codec of gradient traffic; "squinch6" if neither this nor SQUINCH_CODEC is set, "none" for none.
+        codec: Codec of gradient traffic; "squinch6" if neither this nor SQUINCH_CODEC is set, "none" for none, "auto" for
+            squinch6 where that is quicker than sending tensors as they are.
         compress: "auto" compresses every large float sum and average; "explicit" only the hook, the FSDP2 adapter and calls
             inside `compressed()`; "off" nothing.
         transport: How bytes travel, "zmq" for one.
