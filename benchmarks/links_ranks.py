@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -39,7 +40,8 @@ class Ranks:
         host = network.address(0) if network else "127.0.0.1"
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in close
         self.started = time.perf_counter()
-        self._processes = []
+        self._processes: list[subprocess.Popen[str]] = []
+        self._readers: list[threading.Thread] = []
         self._answers: list[queue.Queue[str]] = [queue.Queue() for _ in range(world_size)]
         for rank in range(world_size):
             place = rank * len(network.names) // world_size if network else 0 if one_host else rank
@@ -61,7 +63,9 @@ class Ranks:
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
             self._processes.append(process)
-            threading.Thread(target=self._read, args=(rank, process), daemon=True).start()
+            reader = threading.Thread(target=self._read, args=(rank, process), daemon=True)
+            reader.start()
+            self._readers.append(reader)
 
     def __enter__(self) -> Self:
         return self
@@ -98,8 +102,13 @@ class Ranks:
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
-        for process in self._processes:
+        for process, reader in zip(self._processes, self._readers, strict=True):
             process.wait()
+            reader.join()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):  # a command that a dead rank never read
+                        pipe.close()
         self._log.close()
 
     def _read(self, rank: int, process: subprocess.Popen[str]) -> None:

@@ -17,7 +17,9 @@ from training_contenders import BASE, CONTENDERS, HALF
 # Largest error of the averaged gradients, relative to the norm of the float32 ones. PowerSGD keeps only a low rank, and pays back later.
 _ERROR_BOUND = {BASE: 1e-6, HALF: 2e-2, "powersgd": 1.5, "hook-sr": 0.2}
 _SIX_BITS = 0.12
-TOLERANCE = 0.003  # of the base's loss, in the mean of the seeds
+TOLERANCE = 0.003  # of the base's loss, in the mean of three seeds or more
+_ROUGH_TOLERANCE = 0.02  # of fewer seeds: their losses differ by chance
+_SEEDS = 3
 _RESAMPLES = 2000
 
 
@@ -89,17 +91,18 @@ def _speedup(base: np.ndarray, ours: np.ndarray) -> tuple[float, float, float]:
 
 
 def loss_rows(trainings: list[dict[str, Any]]) -> list[LossRow]:
-    """A row a contender; `ok` if ranks never differed and no compressed one is worse than the base by more than the tolerance."""
+    """A row a contender; `ok` if ranks never differed and the mean is as near to the base's as the tolerance says."""
     losses: dict[str, dict[int, float]] = {}
     for record in trainings:
         losses.setdefault(record["contender"], {})[record["seed"]] = record["held_out_loss"]
     base = losses.get(BASE, {})
+    tolerance = TOLERANCE if len(base) >= _SEEDS else _ROUGH_TOLERANCE
     rows = []
     for name, found in losses.items():
         gaps = {seed: loss / base[seed] - 1 for seed, loss in found.items() if seed in base}
         same = all(record["identical"] for record in trainings if record["contender"] == name)
         ours = name not in (BASE, HALF, "powersgd")
-        off = not ours or not gaps or abs(mean(gaps.values())) <= TOLERANCE
+        off = not ours or not gaps or abs(mean(gaps.values())) <= tolerance
         rows.append(LossRow(name, found, gaps, same and off))
     return rows
 
@@ -211,7 +214,8 @@ def _explained(rounds: list[dict[str, Any]], trainings: list[dict[str, Any]]) ->
             f"**Losses**: {setting['steps']} steps of AdamW, cosine to 0 from {setting['learning_rate']:g}, {setting['ranks']} ranks, "
             f"{shape_text(None, setting)}, on the sources of Python's standard library; loss in nats a byte over all held-out files. "
             f"The same seed gives all contenders the same start and the same batches. OFF if the mean differs from {BASE} by more than "
-            f"{100 * TOLERANCE:g} %, or if ranks ended with different parameters. PowerSGD starts after a tenth of the steps.",
+            f"{100 * TOLERANCE:g} % ({100 * _ROUGH_TOLERANCE:g} % with fewer than {_SEEDS} seeds), or if ranks ended with different "
+            "parameters; PyTorch's hooks are not judged. PowerSGD starts after a tenth of the steps.",
         ]
     return lines
 
