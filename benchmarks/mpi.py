@@ -37,7 +37,7 @@ Call = Callable[[], object]
 
 WORLD = MPI.COMM_WORLD
 OTHERS = [(WORLD.rank + step) % WORLD.size for step in range(1, WORLD.size)]
-TOLERANCE = {"MPI_Allreduce": 1e-5, "none": 1e-5, "squinch6": 0.1}  # root mean square, relative
+TOLERANCE = {"MPI_Allreduce": 1e-5, "gloo-f32": 1e-5, "none": 1e-5, "squinch6": 0.1}  # root mean square, relative
 HEADER_BYTES = 80  # of a frame and its prefix
 WINDOW = 8
 WARMUP = 3
@@ -133,9 +133,15 @@ def transport_rows(repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
-def allreduce_rows(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
-    """MPI_Allreduce against squinchcomm over MPI."""
+def allreduce_rows(sizes: list[int], repeats: int, gloo: str | None) -> list[dict[str, Any]]:
+    """MPI_Allreduce against squinchcomm over MPI, and gloo meeting at an address if there is one."""
     rows = []
+    if gloo is not None:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=gloo, rank=WORLD.rank, world_size=WORLD.size)
     with squinchcomm.init(comm=WORLD, transport="mpi") as comm:
         for nbytes in sizes:
             source = np.random.default_rng(WORLD.rank).standard_normal(nbytes // 4).astype(np.float32)
@@ -145,6 +151,8 @@ def allreduce_rows(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
                 "none": partial(squinch, comm, source, out, "none"),
                 "squinch6": partial(squinch, comm, source, out, "squinch6"),
             }
+            if gloo is not None:
+                contenders["gloo-f32"] = partial(gloo_allreduce, source, out)
             for name, call in contenders.items():
                 call()
                 check(name, out)
@@ -157,6 +165,15 @@ def squinch(comm: squinchcomm.Communicator, source: np.ndarray, out: np.ndarray,
     """All-reduces a copy, as MPI_Allreduce leaves its input alone."""
     np.copyto(out, source)
     comm.allreduce(out, codec=codec)
+
+
+def gloo_allreduce(source: np.ndarray, out: np.ndarray) -> None:
+    """The same through torch.distributed's gloo."""
+    import torch
+    import torch.distributed as dist
+
+    np.copyto(out, source)
+    dist.all_reduce(torch.from_numpy(out))
 
 
 def check(name: str, result: np.ndarray) -> None:
@@ -182,7 +199,7 @@ def facts() -> dict[str, str]:
         "ranks": f"{WORLD.size} on {platform.node()}, {len(os.sched_getaffinity(0))} cores",
         "versions": versions,
         "load": "{:.1f} {:.1f} {:.1f} before the run".format(*os.getloadavg()),
-        "command": "mpirun python " + " ".join(sys.argv),
+        "command": " ".join(["mpirun python benchmarks/mpi.py", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
 
@@ -193,11 +210,12 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=[64 << 10, 1 << 20, 64 << 20], help="bytes of float32")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--part", choices=["transport", "allreduce", "both"], default="both")
+    parser.add_argument("--gloo", metavar="ADDRESS", help="measure gloo too; its ranks meet there (tcp://HOST:PORT)")
     parser.add_argument("-J", "--json", type=Path)
     options = parser.parse_args()
     known = facts()
     rows = transport_rows(options.repeats) if options.part != "allreduce" else []
-    rows += allreduce_rows(options.sizes, options.repeats) if options.part != "transport" else []
+    rows += allreduce_rows(options.sizes, options.repeats, options.gloo) if options.part != "transport" else []
     if WORLD.rank != 0:
         return
     for name, value in known.items():
