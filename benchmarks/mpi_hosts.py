@@ -82,9 +82,8 @@ def main() -> int:
         print(f"# links: namespaces, veth, tbf, {options.rate / 1e9:g} Gbit/s, MTU {netns.MTU}", flush=True)
         limit = 2 * (options.hosts - 1) / options.hosts * 6 / 32 * (64 << 20) * 8 / options.rate
         print(f"# wire limit of 64 MiB in 6 bits: {limit * 1e6:.0f} us; in float32: {limit * 32 / 6 * 1e6:.0f} us", flush=True)
-        return subprocess.run(
-            command(network, agent, arguments or ["--sizes", "64M", "--repeats", "5"]), env=environment
-        ).returncode
+        started = command(network, agent, arguments or ["--sizes", "64M", "--repeats", "5"])
+        return subprocess.run(started, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":
