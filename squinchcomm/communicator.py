@@ -606,7 +606,7 @@ class Communicator:
             return False
         if isinstance(coder, PlainCoder) and data.dtype in (FLOAT16, BFLOAT16):
             return False  # the sums of hosts would be rounded before they are added
-        return self.config.algorithm == "hierarchical" or data.nbytes >= HIERARCHY_BYTES
+        return self.config.algorithm == "hierarchical" or coder.nbytes(data.size) >= HIERARCHY_BYTES
 
     def _even_plan(self, data: np.ndarray, coder: Coder) -> Plan:
         return Plan.even(data.size, self.world_size, data.itemsize, coder.tile, self._chunk_bytes(data))

@@ -64,9 +64,10 @@ class Crossover:
         """Of the algorithm that the communicator takes."""
         able = algorithms(self.layout, nbytes, codec)
         layered = HIERARCHICAL in able and (itemsize > 2 or not codec.lossless) and self.algorithm != "flat"
+        wire_bytes = nbytes if codec.lossless else nbytes / itemsize * codec.bits / 8
         if DIRECT in able:
             name = DIRECT
-        elif layered and (self.algorithm == "hierarchical" or nbytes >= HIERARCHY_BYTES):
+        elif layered and (self.algorithm == "hierarchical" or wire_bytes >= HIERARCHY_BYTES):
             name = HIERARCHICAL
         else:
             name = PAIRWISE

@@ -26,8 +26,8 @@ from squinchcomm.collectives.plan import Plan
 
 SCATTER, GATHER, LOCAL = 0, 1, 2
 
-# Smaller arrays gain nothing: two steps more cost what the link would save.
-HIERARCHY_BYTES = 256 << 10
+# Arrays of fewer bytes on the wire, encoded if they are, gain nothing: two steps more cost what the link would save.
+HIERARCHY_BYTES = 512 << 10
 
 
 class Topology:
