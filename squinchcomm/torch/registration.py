@@ -43,8 +43,9 @@ def create(group: Any, pg_options: Any) -> Any:
     timeout_s = _timeout_s(group.timeout, options)
     patience_s = min(config.connect_timeout_s, timeout_s)
     joined = dataclasses.replace(config, timeout_s=timeout_s, connect_timeout_s=patience_s, sources=config.sources)
+    members = group.global_ranks_in_group or range(group.group_size)
     try:
-        comm = join_group(group.store, group.group_rank, group.group_size, joined)
+        comm = join_group(group.store, group.group_rank, members, joined)
     except SquinchError as error:
         kin = translated(error)
         raise kin from kin.__cause__

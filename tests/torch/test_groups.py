@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from squinchcomm.errors import CommunicatorAborted, PeerLost
+from squinchcomm.errors import CommunicatorAborted, MismatchError, PeerLost
 from tests.torch.ranks import World, run_ranks, scratch_store
 
 torch = pytest.importorskip("torch")
@@ -132,6 +132,33 @@ def aborted(rank: int) -> None:
     dist.barrier()
 
 
+def different_members(rank: int) -> None:
+    """Ranks that do not agree on who is in a group: an error that names both, at once, on all that are concerned."""
+    ideas: list[list[list[int]]] = [[[0, 1], [0, 1, 2], [0, 1, 2]], [[0, 1, 2], [1, 2], [0, 1, 2]], [[0, 2], [1, 2], [1, 2]]]
+    for idea in ideas:
+        members = idea[rank] if rank < 3 else [3]
+        started = time.monotonic()
+        if members == [3] or (members == [1, 2] and idea.count(members) == 2):
+            group = dist.new_group(members)
+            tensor = torch.ones(2)
+            dist.all_reduce(tensor, group=group)
+            assert tensor[0] == len(members)
+        else:
+            with pytest.raises(MismatchError, match=r"ranks make different groups: rank \d one of \d ranks \(.*rank \d one of"):
+                dist.new_group(members, timeout=timedelta(seconds=10))
+        assert time.monotonic() - started < 5
+        dist.barrier()
+
+
+def side_by_side(rank: int) -> None:
+    """Each rank makes just the group that it belongs to."""
+    members = [0, 2] if rank % 2 == 0 else [1, 3]
+    group = dist.new_group(members)
+    tensor = torch.full((100,), float(rank))
+    dist.all_reduce(tensor, group=group)
+    assert tensor[0] == sum(members)
+
+
 def in_a_fork(rank: int) -> None:
     pid = os.fork()
     if not pid:
@@ -147,6 +174,8 @@ def four_ranks(rank: int) -> None:
     subgroups(rank)
     mesh(rank)
     in_a_fork(rank)
+    different_members(rank)
+    side_by_side(rank)
 
 
 def test_subgroups_and_meshes() -> None:
