@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -74,9 +75,34 @@ def _flatten_numpy(array: np.ndarray, name: str, writable: bool) -> Flat:
     return Flat(np.ascontiguousarray(array).view(dtype).reshape(-1), array.shape, array if writable else None)
 
 
+class _Memory:
+    """The memory of a contiguous 1-D tensor. `Tensor.numpy` would forbid to resize the tensor's storage, for ever; FSDP resizes them."""
+
+    __slots__ = ("__array_interface__", "_owner")
+
+    def __init__(self, tensor: Any) -> None:
+        self._owner = tensor
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel() * tensor.element_size(),),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+@functools.cache
+def _torch_dtypes() -> dict[Any, np.dtype]:
+    """NumPy's type for each of torch's that can be sent."""
+    torch = sys.modules["torch"]
+    found = {getattr(torch, dtype.name): dtype for dtype in DTYPE_CODES if dtype != BFLOAT16}
+    return {**found, torch.bfloat16: BFLOAT16}
+
+
 def _flatten_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Flat:
     if tensor.device.type != "cpu":
         raise TypeError(f"{name} is on device {tensor.device}; only CPU tensors are supported here, pass {name}.cpu()")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(f"{name} is a {type(tensor).__name__}, which has no memory of its own; pass the tensor inside it")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} has layout {tensor.layout}; pass a dense tensor")
     if (
@@ -89,10 +115,8 @@ def _flatten_torch(torch: Any, tensor: Any, name: str, writable: bool) -> Flat:
     flat = tensor.resolve_conj().resolve_neg().contiguous()
     copied = flat.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg()
     flat = flat.view(-1)
-    try:
-        data = flat.view(torch.int16).numpy().view(BFLOAT16) if tensor.dtype == torch.bfloat16 else flat.numpy()
-    except (TypeError, RuntimeError) as error:
-        raise TypeError(f"{name} has dtype {tensor.dtype}, which cannot be sent: {error}") from None
-    if data.dtype not in DTYPE_CODES:
+    dtype = _torch_dtypes().get(tensor.dtype)
+    if dtype is None:
         raise TypeError(f"{name} has dtype {tensor.dtype}, which cannot be sent")
+    data = np.asarray(_Memory(flat)).view(dtype)
     return Flat(data, tuple(tensor.shape), tensor if copied and writable else None)

@@ -15,15 +15,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import ReduceOp
 
-from squinchcomm.torch.core import Core, How
+from squinchcomm.torch.core import Core, How, views_complex
 from squinchcomm.torch.monitor import monitored_barrier
 from squinchcomm.torch.options import Options
 from squinchcomm.torch.reductions import reduction
+from squinchcomm.torch.untraced import untraced
 from squinchcomm.torch.works import JoinedWork
 
 Tensor = torch.Tensor
 
 
+@untraced
 class SquinchProcessGroup(dist.ProcessGroup):
     """One group of ranks of the backend "squinch".
 
@@ -52,9 +54,9 @@ class SquinchProcessGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Several tensors at once, each type in one call."""
         op, how = _reduction(opts), self._how(opts)
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = {}
         for tensor in tensors:
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+            kinds.setdefault((tensor.dtype, tensor.device, views_complex(tensor)), []).append(tensor)
         return self._joined([self._core.allreduce_joined(alike, op, how) for alike in kinds.values()])
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> dist.Work:

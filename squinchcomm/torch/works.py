@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 from squinchcomm.torch.callbacks import CallbackThreads, callback_level
 from squinchcomm.torch.errors import translated
+from squinchcomm.torch.untraced import untraced
 from squinchcomm.work import Work
 
 
+@untraced
 class GroupWork(dist.Work):
     """A pending call of a process group. `outputs` are what its future yields, `callbacks` where that is settled."""
 
@@ -78,6 +80,7 @@ class GroupWork(dist.Work):
             self._future.set_exception(error)
 
 
+@untraced
 class FinishedWork(dist.Work):
     """A call that had ended when it returned."""
 
@@ -115,6 +118,7 @@ class FinishedWork(dist.Work):
         return future
 
 
+@untraced
 class JoinedWork(dist.Work):
     """Several calls handled as one."""
 

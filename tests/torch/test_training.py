@@ -222,6 +222,34 @@ def tensor_parallel(rank: int) -> None:
     assert torch.equal(sharded.redistribute(mesh, [Shard(1)]).full_tensor(), table)
 
 
+def compiled(rank: int) -> None:
+    """torch.compile over DDP, functional collectives in a graph, the first FSDP."""
+    from torch.distributed._functional_collectives import all_reduce
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    module = torch.compile(nn.parallel.DistributedDataParallel(net()), backend="aot_eager")
+    plain = nn.parallel.DistributedDataParallel(net())
+    for step in range(2):
+        module(batch(rank, step)).sum().backward()
+        plain(batch(rank, step)).sum().backward()
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def graph(tensor: Any) -> Any:
+        return all_reduce(tensor * 2, "sum", dist.group.WORLD) + 1
+
+    assert torch.equal(graph(torch.ones(5)), torch.full((5,), 2.0 * dist.get_world_size() + 1))
+    first = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+    for step in range(2):
+        first(batch(rank, step)).sum().backward()
+
+
+@pytest.mark.slow
+def test_compiled_models() -> None:
+    run_ranks(2, compiled, timeout_s=110, compress="off")
+
+
 CHECKS = (ddp, accumulation, two_models, mixed_precision, gradient_hooks, fsdp, functional, tensor_parallel)
 
 
