@@ -19,7 +19,7 @@ from squinchcomm.kernels import get_codec
 from squinchcomm.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from squinchcomm.policy import AUTO, misfit
 from squinchcomm.torch.callbacks import CallbackThreads
-from squinchcomm.torch.errors import translated
+from squinchcomm.torch.errors import GroupMismatch, translated
 from squinchcomm.torch.guards import current_guard
 from squinchcomm.torch.reductions import Reduction
 from squinchcomm.torch.tensors import Step, in_place, joined, movable, room_for, spread, to_fill, to_send
@@ -51,7 +51,7 @@ class Core:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self._callbacks = CallbackThreads()
+        self._callbacks = CallbackThreads(lambda: comm.abort("this process ended without destroy_process_group"))
 
     def close(self) -> None:
         """Finishes pending calls and frees everything."""
@@ -71,10 +71,10 @@ class Core:
         return self._run(how, [tensor], land, self.comm.allreduce, host, op.name, codec=codec)
 
     def allreduce_joined(self, tensors: Sequence[Tensor], op: Reduction, how: How) -> dist.Work:
-        """Combines several tensors of one type in one call."""
+        """Combines several tensors of one type, all of them complex or none, in one call."""
         flat = joined([op.contribution(tensor) for tensor in tensors])
         host, land = in_place(flat)
-        codec = self._reduction_codec(flat, op)
+        codec = self._reduction_codec(tensors[0], op)
         after = _sequence(land, lambda: spread(flat, tensors))
         return self._run(how, tensors, after, self.comm.allreduce, host, op.name, codec=codec)
 
@@ -244,7 +244,7 @@ class Core:
         """What the guard around the call asks for: a codec, "none", or None for what the group does anyway."""
         guard = current_guard()
         config, counts = self.comm.config, self.comm.stats.uncompressed
-        if _views_complex(tensor):
+        if views_complex(tensor):
             counts["dtype"] += 1
             return "none"
         if guard is None:
@@ -272,9 +272,7 @@ class Core:
             raise ValueError(f"squinch reduces sparse COO tensors on the CPU with SUM, not {tensor.layout} with {op.name!r}")
         how = How(False, how.timeout_s)
         own = tensor.detach().coalesce()
-        sizes = torch.empty(self.comm.world_size, dtype=torch.int64)
-        self.all_gather(sizes, torch.tensor([own._nnz()]), how)
-        entries: list[int] = sizes.tolist()
+        entries = self._sparse_sizes(own, how)
         rows, width = own.indices(), own.values()[:1].numel() or int(np.prod(own.values().shape[1:]))
         indices = [rows.new_empty(count * rows.shape[0]) for count in entries]
         values = [own.values().new_empty(count * width) for count in entries]
@@ -288,6 +286,22 @@ class Core:
         with torch.no_grad():
             tensor.copy_(total)  # a detached sparse tensor would get the copy for itself
         return FinishedWork([tensor])
+
+    def _sparse_sizes(self, own: Tensor, how: How) -> list[int]:
+        """Number of entries of each rank's sparse tensor; all must have one shape."""
+        mine = torch.tensor([own._nnz(), own.sparse_dim(), *own.shape])
+        rows = torch.empty(self.comm.world_size, mine.numel(), dtype=torch.int64)
+        self.all_gather(rows, mine, how)
+        for peer, row in enumerate(rows):
+            if not torch.equal(row[1:], rows[0, 1:]):
+                raise GroupMismatch(
+                    f"allreduce of sparse tensors on rank {self.comm.rank}: rank 0's has shape {rows[0, 2:].tolist()} with "
+                    f"{rows[0, 1]} sparse dimensions, rank {peer}'s {row[2:].tolist()} with {row[1]}",
+                    rank=self.comm.rank,
+                    peer=peer,
+                    op="allreduce",
+                )
+        return rows[:, 0].tolist()
 
     def _check_length(self, tensors: Sequence[Tensor], what: str) -> None:
         if len(tensors) != self.comm.world_size:
@@ -303,7 +317,7 @@ class Core:
                 )
 
 
-def _views_complex(tensor: Tensor) -> bool:
+def views_complex(tensor: Tensor) -> bool:
     """Whether these are the real and imaginary parts of complex numbers, which torch.distributed hands over in their place."""
     return tensor._is_view() and tensor._base is not None and tensor._base.is_complex()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from datetime import timedelta
@@ -131,6 +132,35 @@ def monitored(rank: int) -> None:
     dist.monitored_barrier(gloo, timedelta(seconds=20))
 
 
+def the_end_of_a_process_with_a_callback_that_waits(rank: int) -> None:
+    """The process ends soon, not when the call's deadline has passed."""
+    store, comm = dist.group.WORLD.get_group_store(), dist.group.WORLD.communicator
+    before = comm.sequence
+    work = dist.all_reduce(torch.ones(3), async_op=True)
+    if rank == 0:
+        errors: list[Exception] = []
+
+        def ask_again(_: Any) -> None:
+            try:
+                dist.all_reduce(torch.ones(7))  # rank 1 does not
+            except Exception as error:
+                errors.append(error)
+
+        work.get_future().then(ask_again)
+        while comm.sequence < before + 2:
+            time.sleep(0.01)
+        started = time.monotonic()
+        atexit._run_exitfuncs()
+        assert time.monotonic() - started < 2
+        assert isinstance(errors[0], CommunicatorAborted) and "without destroy_process_group" in str(errors[0])
+        assert not [
+            thread for thread in threading.enumerate() if thread.name.startswith("squinchcomm-future") and thread.is_alive()
+        ]
+        store.set("rank 0 is done", "")
+    else:
+        store.wait(["rank 0 is done"], timedelta(seconds=20))
+
+
 def every_two_rank_check(rank: int) -> None:
     for check in (thousand_in_flight, futures, callbacks_that_wait, from_several_threads, timeouts):
         try:
@@ -146,3 +176,7 @@ def test_calls_in_flight() -> None:
 
 def test_monitored_barrier_names_the_missing() -> None:
     run_ranks(4, monitored)
+
+
+def test_callbacks_do_not_keep_a_process_alive() -> None:
+    run_ranks(2, the_end_of_a_process_with_a_callback_that_waits)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from squinchcomm.errors import MismatchError
 from tests.torch.ranks import run_ranks
 
 torch = pytest.importorskip("torch")
@@ -266,6 +267,10 @@ def check_sparse(rank: int, ranks: int) -> None:
     empty = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0, 3), (4, 3))
     dist.all_reduce(empty)
     assert empty.to_dense().sum() == 0
+    longer = torch.sparse_coo_tensor([[1]], [1.0], (10 + (rank == 1),))
+    if ranks > 1:
+        with pytest.raises(MismatchError, match=r"rank 0's has shape \[10\].*rank 1's \[11\]"):
+            dist.all_reduce(longer)
 
 
 def check_edges(rank: int, ranks: int) -> None:
@@ -278,6 +283,7 @@ def check_edges(rank: int, ranks: int) -> None:
     leaf = torch.ones(5, requires_grad=True)
     dist.all_reduce(leaf)
     assert leaf.requires_grad and leaf.grad_fn is None and leaf.detach().sum() == 5 * ranks
+    leaf.untyped_storage().resize_(0)  # as FSDP does with what it has gathered
     dist.all_reduce_coalesced([torch.ones(2), torch.ones(3)])
     group = dist.group.WORLD
     with pytest.raises(ValueError, match="'avg' is not defined for int64"):

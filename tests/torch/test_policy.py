@@ -47,12 +47,16 @@ def automatic(rank: int) -> dict[str, int]:
         lambda: dist.all_reduce(gradient(torch.float64)),
         lambda: dist.all_reduce(torch.ones(BIG, dtype=torch.int64)),
         lambda: dist.all_reduce(torch.ones(BIG, dtype=torch.complex64)),
+        lambda: dist.all_reduce_coalesced([torch.ones(BIG, dtype=torch.complex64)]),
         lambda: dist.all_reduce(torch.ones(100)),
         lambda: dist.broadcast(gradient(), 0),
         lambda: dist.reduce(gradient(), 0),
         lambda: dist.all_gather_into_tensor(torch.empty(BIG * ranks), gradient()),
     ):
         assert compressed_by(call) == 0
+    real_and_complex = [gradient(), torch.ones(BIG, dtype=torch.complex64)]
+    assert compressed_by(lambda: dist.all_reduce_coalesced(real_and_complex)) == 1
+    assert torch.equal(real_and_complex[1], torch.full((BIG,), ranks + 0j))
     return dict(dist.group.WORLD.communicator.stats.uncompressed)
 
 
@@ -161,7 +165,7 @@ def logged(rank: int) -> list[str]:
 
 def test_automatic() -> None:
     counts = run_ranks(2, automatic)
-    assert counts == [{"op": 1, "dtype": 3, "small": 1}] * 2
+    assert counts == [{"op": 1, "dtype": 5, "small": 1}] * 2
 
 
 def test_guards() -> None:
