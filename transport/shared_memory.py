@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import logging
 import mmap
@@ -23,7 +24,7 @@ from bisect import bisect
 from collections.abc import Mapping
 from typing import Any
 
-from squinchcomm.errors import PeerLost
+from squinchcomm.errors import ConfigError, PeerLost
 
 log = logging.getLogger("squinchcomm.transport")
 
@@ -34,6 +35,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if hasattr(fcntl, "F_SEAL_SHRIN
 _LETTER = struct.Struct("<IIQ")  # receiver's session, sender's rank, bytes of memory
 _CREDENTIALS = struct.Struct("=iii")  # pid, uid, gid
 _RETRY_S = 0.002
+_MOST_LETTERS = 1000  # read at once: who sends rubbish faster than it is thrown away must not keep us from the deadline
 
 supported = bool(_SEALS) and hasattr(os, "memfd_create") and hasattr(socket, "SCM_CREDENTIALS")
 
@@ -161,6 +163,7 @@ class Doorway:
 
         Raises:
             PeerLost: a peer did not take part in time.
+            ConfigError: this process has no address space for a peer's memory.
         """
         deadline = time.monotonic() + timeout_s
         unsent, found = dict(peers), dict[int, memoryview]()
@@ -191,12 +194,16 @@ class Doorway:
             self._socket.sendmsg([letter], [rights], 0, "\0" + name)
         except (BlockingIOError, ConnectionError, FileNotFoundError):
             return False  # its queue is full, or it is gone, which the deadline finds
+        except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:
+                return False  # this user has as many descriptors on the way as it may
+            raise
         return True
 
     def _read(self) -> tuple[int, memoryview] | None:
         """The next letter that is in order; None if none waits."""
         space = socket.CMSG_SPACE(16 * 4) + socket.CMSG_SPACE(_CREDENTIALS.size)
-        while True:
+        for _ in range(_MOST_LETTERS):
             try:
                 letter, ancillary, flags, _ = self._socket.recvmsg(_LETTER.size + 1, space, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
@@ -206,11 +213,23 @@ class Doorway:
                 if uid == os.getuid() and len(fds) == 1 and len(letter) == _LETTER.size and not flags & socket.MSG_CTRUNC:
                     session, peer, size = _LETTER.unpack(letter)
                     if session == self._session and _is_sealed(fds[0], size):
-                        return peer, memoryview(mmap.mmap(fds[0], size, prot=mmap.PROT_READ)).toreadonly()
+                        return peer, _mapped(fds[0], size, peer)
             finally:
                 for fd in fds:
                     os.close(fd)
             self.rejected += 1
+        return None
+
+
+def _mapped(fd: int, size: int, peer: int) -> memoryview:
+    try:
+        return memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ)).toreadonly()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot map the {size >> 20} MiB that rank {peer} shares ({error}): raise the limits of address space and open files "
+            "(ulimit -v, -n), or set SQUINCH_SHARED_MEMORY=0 on all ranks",
+            peer=peer,
+        ) from error
 
 
 def _unpack(ancillary: list[tuple[int, int, bytes]]) -> tuple[list[int], int | None]:

@@ -28,6 +28,7 @@ from .zmq_transport import ZmqTransport, max_message_bytes
 log = logging.getLogger("squinchcomm.transport")
 
 _FILES_PER_PEER = 7
+_FILES_TO_LISTEN = 15
 _ARENA_BYTES = 256 << 20  # address space; memory is used as payloads need it
 _CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPT_FAILED
 
@@ -137,6 +138,7 @@ class ZmqListener(Listener):
     """A bound socket that waits for peers."""
 
     def __init__(self, options: TransportOptions) -> None:
+        _check_open_files(_FILES_TO_LISTEN, "listening needs")
         host = _interface(options.bind)
         beyond = options.scheme != "ipc" and not addresses_.is_loopback(host)
         self._options = options
@@ -171,7 +173,7 @@ class ZmqListener(Listener):
         inbox = self._inbox
         links: list[PeerLink] = []
         try:
-            _check_open_files(len(addresses) - 1)
+            _check_open_files((len(addresses) - 1) * _FILES_PER_PEER, f"{len(addresses)} ranks need")
             group = [decode_address(blob, peer) for peer, blob in enumerate(addresses)]
             targets = [self._target(peer, address) for peer, address in enumerate(group) if peer != rank]
             if group[rank] != self._own:
@@ -254,16 +256,18 @@ def _close(inbox: Inbox, doorway: Doorway | None) -> None:
         doorway.arena.close()
 
 
-def _check_open_files(peers: int) -> None:
-    """Refuses early what zmq would answer with an abort in its I/O thread."""
+def _check_open_files(needed: int, what: str) -> None:
+    """Refuses early what zmq would answer with an abort of the process."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if not os.path.isdir("/proc/self/fd") or limit == resource.RLIM_INFINITY:
         return
-    free = limit - len(os.listdir("/proc/self/fd"))
-    if peers * _FILES_PER_PEER > free:
+    try:
+        free = limit - len(os.listdir("/proc/self/fd"))
+    except OSError:  # not even one for the question
+        free = 0
+    if needed > free:
         raise ConfigError(
-            f"{peers + 1} ranks need about {peers * _FILES_PER_PEER} open files here, but only {free} of {limit} are left: "
-            "raise the limit (ulimit -n)"
+            f"{what} about {needed} open files here, but only {free} of {limit} are left: raise the limit (ulimit -n)"
         )
 
 

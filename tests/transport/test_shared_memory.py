@@ -18,7 +18,7 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from squinchcomm.errors import PeerLost, WireFormatError
+from squinchcomm.errors import ConfigError, PeerLost, WireFormatError
 from squinchcomm.transport.shared_memory import Arena, Doorway
 from tests.conformance import transport_checks as checks
 from tests.transport.test_zmq_security import PREFIX, insider
@@ -175,6 +175,47 @@ def test_what_strangers_hand_in_is_refused_and_leaves_nothing():
         os.close(fd)
     stranger.close()
     door.close()
+
+
+class Endless:
+    """A socket at which a stranger's letters never end."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self._real = real
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+    def recvmsg(self, *_):
+        return b"rubbish", [], 0, None
+
+
+def test_a_flood_of_letters_does_not_outlast_the_deadline():
+    door = Doorway(1, Arena(1 << 20))
+    door._socket = Endless(door._socket)
+    start = time.monotonic()
+    with pytest.raises(PeerLost, match="rank 3"):
+        door.exchange(0, {3: ("squinchcomm-" + "0" * 32, 9)}, 0.3)
+    assert time.monotonic() - start < 2.0
+    assert door.rejected > 0
+    door.close()
+
+
+def test_memory_that_cannot_be_mapped_is_an_error_with_advice():
+    doors = [Doorway(rank + 50, Arena(512 << 20)) for rank in range(2)]
+    assert not doors[0]._hand_in(0, "squinchcomm-" + "0" * 32, 0)
+    assert doors[1]._hand_in(1, doors[0].name, 50)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as sizes:
+        used = int(sizes.read().split()[0]) * mmap.PAGESIZE
+    resource.setrlimit(resource.RLIMIT_AS, (used + (128 << 20), limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"512 MiB that rank 1 shares.*ulimit -v.*SQUINCH_SHARED_MEMORY=0"):
+            doors[0].exchange(0, {1: (doors[1].name, 51)}, 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    for door in doors:
+        door.close()
 
 
 # --- frames

@@ -148,6 +148,8 @@ def test_too_few_open_files_are_an_early_error(monkeypatch):
     with pytest.raises(ConfigError, match=r"2 ranks need about 7 open files.*ulimit -n"):
         own.connect(0, [own.address, other.address], 1.0)
     other.close()
+    with pytest.raises(ConfigError, match=r"listening needs about 15 open files.*ulimit -n"):
+        get_listener()
 
 
 def check_idle_receiver(seconds: float) -> None:
