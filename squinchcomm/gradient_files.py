@@ -24,7 +24,7 @@ from squinchcomm.kernels.dtypes import BFLOAT16, FLOAT_DTYPES, canonical_dtype, 
 
 _ZIP_MAGIC = b"PK"
 _SKIP_BYTES = 1 << 20
-_SAFETENSORS = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
+_SAFETENSORS: dict[str, np.dtype] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": BFLOAT16}
 # What np.savez makes of ml_dtypes' bfloat16: a type of which it knows the size alone. No other two-byte type ends up like this.
 _NAMELESS = np.dtype("V2")
 
@@ -134,7 +134,9 @@ def _safetensors(path: Path, stream: IO[bytes]) -> list[Tensor]:
     header = json.loads(stream.read(header_bytes))
     entries = sorted((entry["data_offsets"][0], name, entry) for name, entry in header.items() if name != "__metadata__")
     return [
-        _tensor(name, _SAFETENSORS.get(entry["dtype"], entry["dtype"]), math.prod(entry["shape"]), 8 + header_bytes + offset)
+        _tensor(
+            name, _SAFETENSORS.get(entry["dtype"], str(entry["dtype"])), math.prod(entry["shape"]), 8 + header_bytes + offset
+        )
         for offset, name, entry in entries
     ]
 
