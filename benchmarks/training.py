@@ -165,7 +165,7 @@ def main(arguments: list[str]) -> int:
     print(*training_report.tables(steps, losses), sep="\n")
     if options.report:
         print(f"# report: {training_report.write(REPORTS, steps, losses, rounds, trainings)}")
-    return 0 if all(row.ok for row in [*steps, *losses]) else 1
+    return 0 if all(row.ok for row in steps) and all(row.ok for row in losses) else 1
 
 
 if __name__ == "__main__":

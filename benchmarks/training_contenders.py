@@ -83,4 +83,4 @@ def wrapped(name: str, model: Any, group: Any, *, powersgd_start: int, seed: int
 
 
 def _size_mb(model: Any) -> int:
-    return 1 + sum(parameter.nbytes for parameter in model.parameters()) // 2**20
+    return 1 + int(sum(parameter.nbytes for parameter in model.parameters())) // 2**20

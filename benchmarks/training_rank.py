@@ -111,8 +111,9 @@ class Rank:
         """Sum of losses over this rank's share of all held-out text, pieces in it, and a digest of the parameters."""
         length = self.settings["length"]
         whole = self.text.held_out[: self.text.held_out.size // (length + 1) * (length + 1)].reshape(-1, length + 1)
-        mine = torch.from_numpy(whole[self.rank :: self.world_size].astype(np.int64))
-        total = sum(self.ddp.module(part).item() * len(part) for part in mine.split(64))
+        mine = whole[self.rank :: self.world_size].astype(np.int64)
+        parts = [torch.from_numpy(mine[start : start + 64]) for start in range(0, len(mine), 64)]
+        total = sum(self.ddp.module(part).item() * len(part) for part in parts)
         return {"loss": total, "pieces": len(mine), "digest": _digest(self.ddp.parameters())}
 
     def _tokens(self, rng: np.random.Generator, sequences: int, length: int) -> torch.Tensor:
@@ -136,10 +137,11 @@ class Rank:
 
 def _learning_rate(step: int, settings: dict[str, Any]) -> float:
     """Linear warm-up over a twentieth of the steps, then a cosine down to 0."""
-    warm_up = max(1, settings["steps"] // 20)
+    steps, peak = int(settings["steps"]), float(settings["learning_rate"])
+    warm_up = max(1, steps // 20)
     if step < warm_up:
-        return settings["learning_rate"] * (step + 1) / warm_up
-    return settings["learning_rate"] * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (settings["steps"] - warm_up)))
+        return peak * (step + 1) / warm_up
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up)))
 
 
 def _size(model: torch.nn.Module) -> int:

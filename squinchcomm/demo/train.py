@@ -42,6 +42,7 @@ class Training:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1.0, (step + 1) / settings.warmup_steps)
         )
+        self.computed_at = 0.0  # when the last bucket of this step was ready
         self.rng = np.random.default_rng((settings.seed, dist.get_rank()))
         self.run = Run(codec, parameters=sum(parameter.numel() for parameter in model.parameters()))
         # What a first call takes once, such as loading compiled kernels, is not counted to the first step.
@@ -82,7 +83,10 @@ class Training:
         return self.run
 
 
-def timed_average(training: Training, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def timed_average(
+    training: Training,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
     """What DDP does without a hook; and notes when it is called last, which is when backward has nothing left but to wait."""
     training.computed_at = time.perf_counter()
     work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=training.group, async_op=True)

@@ -61,14 +61,15 @@ def train(world_size: int, runs: list[tuple[str, ...]], timeout_s: float = 100.0
 
 
 @pytest.mark.parametrize(
-    ("world_size", "kinds"), [(2, RESUMABLE), pytest.param(4, RESUMABLE | MORE_RESUMABLE, marks=pytest.mark.slow)]
+    ("world_size", "kinds"),
+    [(2, RESUMABLE), pytest.param(4, RESUMABLE | MORE_RESUMABLE, marks=[pytest.mark.slow, pytest.mark.timeout(400)])],
 )
 def test_ranks_are_identical_and_resuming_is_exact(world_size: int, kinds: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
     runs = []
     for name, arguments in kinds.items():
         run = ("--steps", "20", "--evaluate-every", "12", *arguments)
         runs += [(*run, "--checkpoints", str(tmp_path / name)), (*run, "--checkpoints", str(tmp_path / name / "12"))]
-    outcomes = train(world_size, runs)
+    outcomes = train(world_size, runs, timeout_s=100.0 * world_size / 2)
     for name, whole, continued in zip(kinds, outcomes[::2], outcomes[1::2], strict=True):
         assert continued == whole, name
     assert len({digest for _, digest in outcomes}) > 1  # the digest sees how gradients were sent
