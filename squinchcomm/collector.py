@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from squinchcomm import __version__, roster
+from squinchcomm import roster
 from squinchcomm.collectives import wire
 from squinchcomm.collectives.channel import codec_name
 from squinchcomm.errors import ConfigError
@@ -188,7 +189,7 @@ def _state(stats: Stats) -> Iterator[Family]:
         gauge.add_metric([], value)
         yield gauge
     build = _gauge("build_info", "Versions; the value is 1.", ["version", "wire_version", "python"])
-    build.add_metric([__version__, str(wire.WIRE_VERSION), platform.python_version()], 1)
+    build.add_metric([version("squinchcomm"), str(wire.WIRE_VERSION), platform.python_version()], 1)
     yield build
     rank = _gauge(
         "rank_info",

@@ -101,7 +101,7 @@ def write_textfile(path: str | Path) -> None:
     from prometheus_client import write_to_textfile
 
     info = roster.rank_info()
-    write_to_textfile(str(path), _Labelled(registry(), str(info.rank if info else 0)))  # type: ignore[arg-type]
+    write_to_textfile(str(path), _Labelled(registry(), str(info.rank if info else 0)))
 
 
 def stop() -> None:

@@ -124,8 +124,12 @@ def test_documents_have_the_same_table() -> None:
 
 
 def test_what_is_usual_exists_before_anything_happens() -> None:
-    code = "from squinchcomm import metrics; import prometheus_client as p; print(p.generate_latest(metrics.registry()).decode())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment(), check=True)
+    code = (
+        "from squinchcomm import metrics; import prometheus_client as p; print(p.generate_latest(metrics.registry()).decode())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment(), check=True
+    )
     lines = done.stdout.splitlines()
     for series in (
         'squinchcomm_collectives_total{codec="none",op="barrier"}',
@@ -165,7 +169,9 @@ def test_bytes_seconds_and_calls_are_those_of_the_calls() -> None:
     assert 5.1 < raw / sent < 16 / 3
     assert change.of("received_wire_bytes_total", **labels) == sent
     assert change.of("raw_bytes_total", op="reduce_scatter", codec="none") == 4 * count * 3
-    total = [sum(change.of(f"{way}_wire_bytes_total", op=op, codec=codec) for op, codec in known()) for way in ("sent", "received")]
+    total = [
+        sum(change.of(f"{way}_wire_bytes_total", op=op, codec=codec) for op, codec in known()) for way in ("sent", "received")
+    ]
     assert total == [sum(each[way] for each in found) for way in (0, 1)]
     assert change.of("encode_seconds_total", codec="squinch6") > 0 < change.of("decode_seconds_total", codec="squinch6")
     assert change.of("wait_seconds_total") > 0
@@ -303,7 +309,7 @@ def test_residuals() -> None:
     from squinchcomm.torch.error_feedback import ErrorFeedback
 
     feedback = ErrorFeedback(torch.nn.Linear(3, 1))
-    bucket = feedback.open(list(feedback._parameters[key][1] for key in feedback._parameters))
+    bucket = feedback.open([parameter for _, parameter in feedback._parameters.values()])
     bucket.coming.fill_(2.0)
     feedback.close()
     feedback.settle()

@@ -37,7 +37,9 @@ def test_the_latest_calls_with_all_that_is_known(tmp_path: Path) -> None:
     run_world(3, body, recorder=10, recorder_dir=tmp_path / "deep" / "er")
     found = files(tmp_path / "deep" / "er")
     assert sorted(found) == [0, 1, 2]
-    assert sorted(path.name[-10:] for path in (tmp_path / "deep" / "er").iterdir()) == [f"{rank:04d}.jsonl" for rank in range(3)]
+    assert sorted(path.name[-10:] for path in (tmp_path / "deep" / "er").iterdir()) == [
+        f"{rank:04d}.jsonl" for rank in range(3)
+    ]
     for rank, recording in found.items():
         header = recording.header
         assert (header.world_size, header.transport, header.reason, header.closed) == (3, "inproc", "closed", True)
@@ -47,7 +49,12 @@ def test_the_latest_calls_with_all_that_is_known(tmp_path: Path) -> None:
         *_, last = recording.calls.values()
         assert (last.op, last.dtype, last.root, last.count, last.shape) == ("broadcast", "int16", 1, 3, (3,))
         compressed = recording.calls[21]
-        assert (compressed.codec, compressed.reduction, compressed.shape, compressed.nbytes) == ("squinch6", "avg", (300, 200), 240_000)
+        assert (compressed.codec, compressed.reduction, compressed.shape, compressed.nbytes) == (
+            "squinch6",
+            "avg",
+            (300, 200),
+            240_000,
+        )
         assert compressed.raw > 5 * compressed.sent > 0 < compressed.received
         assert compressed.queued <= compressed.started < compressed.ended <= header.written
         assert compressed.queued_at == pytest.approx(header.written_at, abs=60) and compressed.wait_s >= 0
@@ -194,7 +201,9 @@ with squinchcomm.init(recorder_dir=folder) as comm:
 """
 
 
-@pytest.mark.parametrize(("whose", "said"), [("ours", ["child 0", "1"]), ("own", ["own handler", "child 0", "own handler", "0"])])
+@pytest.mark.parametrize(
+    ("whose", "said"), [("ours", ["child 0", "1"]), ("own", ["own handler", "child 0", "own handler", "0"])]
+)
 def test_sigusr1_writes_unless_the_application_has_a_handler(tmp_path: Path, whose: str, said: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SIGNALS, str(tmp_path), whose],

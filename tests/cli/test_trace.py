@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ def call(number: int, **changes: Any) -> CallLine:
     return CallLine(number, **{**fields, **changes})
 
 
-def save(folder: Path, rank: int, size: int, calls: list[CallLine], chunks: list[ChunkLine] | None = None, **changes: Any) -> Path:
+def save(
+    folder: Path, rank: int, size: int, calls: list[CallLine], chunks: list[ChunkLine] | None = None, **changes: Any
+) -> Path:
     fields: dict[str, Any] = {
         "version": recordings.VERSION,
         "group": "0badcafe",
@@ -103,7 +106,13 @@ def test_another_call_on_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"op": "broadcast", "reduction": "", "root": 1}, {"codec": "none"}, {"dtype": "float64"}, {"shape": (10, 100)}, {"parts": (1, 2)}],
+    [
+        {"op": "broadcast", "reduction": "", "root": 1},
+        {"codec": "none"},
+        {"dtype": "float64"},
+        {"shape": (10, 100)},
+        {"parts": (1, 2)},
+    ],
     ids=str,
 )
 def test_two_ranks_that_differ_are_both_named(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -217,7 +226,11 @@ def test_a_stuck_rank_of_8_in_a_real_world(tmp_path: Path) -> None:
 
 def test_an_exported_trace_has_what_happened_to_each_chunk(tmp_path: Path) -> None:
     run_world(
-        3, lambda comm: comm.allreduce(ones(300_000), codec="squinch6"), recorder_dir=tmp_path, recorder_chunks=True, codec_threads=2
+        3,
+        lambda comm: comm.allreduce(ones(300_000), codec="squinch6"),
+        recorder_dir=tmp_path,
+        recorder_chunks=True,
+        codec_threads=2,
     )
     target = tmp_path / "trace.json"
     done = trace(tmp_path, "--export", target)
@@ -232,10 +245,15 @@ def test_an_exported_trace_has_what_happened_to_each_chunk(tmp_path: Path) -> No
         by_track.setdefault((event["pid"], event["tid"]), []).append(event)
     for members in by_track.values():  # spans of a track do not overlap
         members.sort(key=lambda event: event["ts"])
-        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.01 for a, b in zip(members, members[1:], strict=False))
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 0.01 for a, b in pairwise(members))
     begins = {event["id"]: event for event in events if event["ph"] == "b" and event["args"]["call"] == 1}
     ends = {event["id"]: event for event in events if event["ph"] == "e"}
-    sent = [chunk for each in recordings.read_folder(tmp_path)[0] for chunk in each.chunks if chunk.what == "sent" and chunk.call == 1]
+    sent = [
+        chunk
+        for each in recordings.read_folder(tmp_path)[0]
+        for chunk in each.chunks
+        if chunk.what == "sent" and chunk.call == 1
+    ]
     assert len(begins) == len(sent) > 0
     assert all(ends[key]["ts"] >= begin["ts"] for key, begin in begins.items())
     (first,) = [event for event in spans if event["name"] == "allreduce #1" and event["pid"] == 0]
