@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VIEW := build/view
-CODE := squinchcomm kernels transport tests benchmarks tools deploy examples
+CODE := squinchcomm kernels transport tests benchmarks tools deploy examples dashboards
 MAKEFLAGS += --no-print-directory
 
 .PHONY: help demo test test-full lint format bench wheel setup clean
@@ -43,7 +43,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/python tools/source_view.py $(VIEW)
-	$(BIN)/python tools/source_view.py $(VIEW) --run $(BIN)/mypy $(VIEW)/squinchcomm tools
+	$(BIN)/python tools/source_view.py $(VIEW) --run $(BIN)/mypy $(VIEW)/squinchcomm tools dashboards
 	MYPYPATH=benchmarks $(BIN)/mypy --follow-imports=silent benchmarks
 	cd $(VIEW) && $(abspath $(BIN))/lint-imports --no-logo $(CURDIR)/pyproject.toml
 

@@ -75,7 +75,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             time.sleep(5)  # for dashboards to see the alerts as well
             yield Run(server, began)
         (folder / "stop").touch()
-        out, err = job.communicate(timeout=30)
+        out, err = job.communicate(timeout=120)  # a busy machine takes its time to take torch apart
         assert job.returncode == 0, err
         assert out.count("failed as told") == RANKS
     finally:
@@ -147,7 +147,7 @@ def test_what_is_shown_is_true(run: Run) -> None:
     assert reasons["small"] > 0
     assert set(reasons) == {"small", "dtype", "op", "lossless", "not_gradient", "crossover"}
     behind = run.of_rank("ranks", "Waits less than the median rank")
-    assert max(behind, key=lambda rank: sorted(behind[rank])[len(behind[rank]) // 2]) == 3, "rank 3 is the slow one"
+    assert max(behind, key=lambda rank: sum(behind[rank])) == 3, "rank 3 is the slow one"
     failures = {labels["reason"]: max(values) for labels, values in run.panel("faults", "Failed calls by reason")[0]}
     assert failures["mismatch"] + failures["aborted"] > 0
     assert failures["timeout"] == failures["corrupt"] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,20 @@ def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_promtool_finds_no_fault() -> None:
     done = promtool("check", "rules", "--lint=all", "--lint-fatal", *FILES)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_yaml_is_well_kept() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "yamllint",
+        "--strict",
+        "--config-file",
+        str(ROOT / "deploy" / "yamllint.yml"),
+        str(FOLDER),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -61,6 +76,24 @@ def test_rules_ask_for_what_there_is(rule: dict[str, Any]) -> None:
     found = [match.group(1) for match in selectors(rule["expr"])]
     assert found
     assert set(found) <= known
+
+
+def test_prometheus_reads_the_relabelling_for_text_files(tmp_path: Path) -> None:
+    """docs/operations.md shows what turns the ranks in node_exporter's metrics into instances, as rules need them."""
+    (snippet,) = re.findall(r"```yaml\n(metric_relabel_configs:.*?)```", (ROOT / "docs" / "operations.md").read_text(), re.S)
+    job = {"job_name": "node", "static_configs": [{"targets": ["127.0.0.1:9100"]}], **yaml.safe_load(snippet)}
+    config = tmp_path / "prometheus.yml"
+    config.write_text(yaml.safe_dump({"scrape_configs": [job]}))
+    done = promtool("check", "config", config)
+    assert done.returncode == 0, done.stdout + done.stderr
+    instance, name = (
+        [";".join(f"{{{label}}}" for label in rule["source_labels"]), rule["regex"]] for rule in job["metric_relabel_configs"]
+    )
+    labels = {"__name__": "squinchcomm_peers", "instance": "a:9100", "rank": "3"}
+    match = re.fullmatch(instance[1], instance[0].format(**labels))
+    assert match is not None and match.groups() == ("a:9100", "3")
+    assert re.fullmatch(name[1], name[0].format(**labels))
+    assert not re.fullmatch(name[1], name[0].format(**labels | {"__name__": "node_load1"}))
 
 
 def anchors(page: Path) -> set[str]:

@@ -21,7 +21,7 @@ import squinchcomm.torch
 from squinchcomm.errors import SquinchError
 
 WIDTH = 192  # a layer's gradients are 144 KiB: enough to be compressed
-SLOW_RANK, SLOW_S = 3, 0.03
+SLOW_RANK, SLOW_S = 3, 0.1
 OVERFLOWING_RANK = 1
 GO_ON, OVERFLOW, FAIL = range(3)
 
@@ -70,9 +70,9 @@ def main() -> None:
     torch.set_num_threads(1)
     training = Training()
     done: set[str] = set()
-    while (what := command(folder, done)) != FAIL:
-        training.step(what == OVERFLOW)
     try:
+        while (what := command(folder, done)) != FAIL:
+            training.step(what == OVERFLOW)
         dist.all_reduce(torch.zeros(8 if training.rank else 9))
     except (SquinchError, RuntimeError) as error:
         print(f"failed as told: {type(error).__name__}", flush=True)
