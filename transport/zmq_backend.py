@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import secrets
@@ -20,16 +19,14 @@ from .address import Address, decode_address, encode_address, host_identity
 from .base import Backend, Listener, Transport
 from .options import TransportOptions
 from .security import Security, choose_security
-from .shared_memory import Arena, Doorway, supported
+from .shared_memory import Arena, Doorway
+from .shared_payloads import SharedPayloads, open_doorway
 from .zmq_context import ZmqContext, acquire_context, release_context
 from .zmq_link import HANDSHAKE_MS, Monitor, PeerLink, Target, connect_links, queue_limit
 from .zmq_transport import ZmqTransport, max_message_bytes
 
-log = logging.getLogger("squinchcomm.transport")
-
 _FILES_PER_PEER = 7
 _FILES_TO_LISTEN = 15
-_ARENA_BYTES = 256 << 20  # address space; memory is used as payloads need it
 _CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPT_FAILED
 
 
@@ -146,7 +143,7 @@ class ZmqListener(Listener):
         self._inbox = Inbox(options, self._security)
         session = secrets.randbits(32)
         self._shares = options.shared_memory and options.scheme != "tcp" and options.link_rate is None
-        self._doorway = _doorway(session) if self._shares else None
+        self._doorway = open_doorway(session) if self._shares else None
         self._free = weakref.finalize(self, _close, self._inbox, self._doorway)
         self._free.atexit = False
         try:
@@ -204,7 +201,7 @@ class ZmqListener(Listener):
         peers = {link.rank: (doorway, link.session) for link in near if (doorway := group[link.rank].doorway) is not None}
         memory = self._doorway.exchange(rank, peers, timeout_s)
         for link in near:
-            link.memory = memory.get(link.rank)
+            link.shared = SharedPayloads(memory[link.rank]) if link.rank in memory else None
         return self._doorway.arena
 
     def _target(self, peer: int, address: Address) -> Target:
@@ -236,17 +233,6 @@ class ZmqBackend(Backend):
 
     def listen(self) -> Listener:
         return ZmqListener(self._options)
-
-
-def _doorway(session: int) -> Doorway | None:
-    try:
-        if supported:
-            return Doorway(session, Arena(_ARENA_BYTES))
-        reason = "this system has no memfd_create"
-    except OSError as error:
-        reason = str(error)
-    log.warning("no shared memory (%s): payloads to ranks of this host go through sockets", reason)
-    return None
 
 
 def _close(inbox: Inbox, doorway: Doorway | None) -> None:

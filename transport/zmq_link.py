@@ -7,10 +7,8 @@ import os
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import zmq
 
@@ -18,6 +16,7 @@ from squinchcomm.errors import PeerLost
 
 from .options import TransportOptions
 from .security import Security
+from .shared_payloads import SharedPayloads
 from .zmq_context import ZmqContext
 
 HANDSHAKE_MS = 3000
@@ -76,16 +75,12 @@ class PeerLink:
 
     Attributes:
         near: On this host, and not to be told apart from others by choice.
-        memory: What the peer writes payloads to and we can read, or None.
-        lent: Payloads in our memory that it has not finished reading, oldest first.
-        returned: How many of these it has finished, from the oldest on, without a gap; modulo 2**32.
-        reading: Frames in its memory, in order of arrival, from the oldest that is not released.
-        finished: How many before these, modulo 2**32.
+        shared: Payloads in each other's memory, or None.
     """
 
     __slots__ = (
-        "acked", "broken", "finished", "kernel_socket", "lent", "lost", "memory", "monitor", "near", "rank", "reading",
-        "received", "released", "reported", "returned", "send_part", "sent", "session", "socket", "suspect",
+        "acked", "broken", "kernel_socket", "lost", "monitor", "near", "rank", "received", "released", "reported",
+        "send_part", "sent", "session", "shared", "socket", "suspect",
     )  # fmt: skip
 
     def __init__(self, target: Target, socket_: zmq.Socket[bytes], monitor: Monitor, kernel_socket: socket.socket) -> None:
@@ -97,10 +92,7 @@ class PeerLink:
         self.kernel_socket = kernel_socket
         self.sent = self.acked = self.received = self.released = self.reported = 0
         self.near = False
-        self.memory: memoryview | None = None
-        self.lent: deque[Any] = deque()
-        self.reading: deque[Any] = deque()
-        self.returned = self.finished = 0
+        self.shared: SharedPayloads | None = None
         self.lost: str | None = None
         self.suspect: float | None = None
         self.broken = False
@@ -110,16 +102,6 @@ class PeerLink:
         self.broken = self.broken or any(event in _FAILURES for event, _ in self.monitor.events())
         if self.suspect is None and (hung_up or self.broken):
             self.suspect = time.monotonic()
-
-    def take_back(self, returned: int) -> bool:
-        """Forgets the payloads that the peer has finished reading; False if it names more than it was lent."""
-        count = returned - self.returned & 0xFFFFFFFF
-        if count > len(self.lent):
-            return False
-        for _ in range(count):
-            self.lent.popleft()
-        self.returned = returned
-        return True
 
     def close(self, linger_ms: int) -> None:
         self.kernel_socket.close()

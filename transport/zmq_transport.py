@@ -21,6 +21,7 @@ from .base import Frame, Transport
 from .options import TransportOptions
 from .pacer import Pacer, acquire_pacer, release_pacer
 from .shared_memory import Arena, Slot
+from .shared_payloads import Reading, SharedPayloads
 from .zmq_context import ForkAware, watch_fork
 from .zmq_link import PeerLink
 
@@ -63,20 +64,18 @@ class ZmqFrame(Frame):
 class InPlaceFrame(ZmqFrame):
     """A frame whose payload lies in its sender's memory."""
 
-    __slots__ = ("_released",)
+    __slots__ = ("_reading", "_shared")
     in_place = True
 
-    def __init__(self, transport: ZmqTransport, link: PeerLink, header: bytes, payload: memoryview) -> None:
-        super().__init__(transport, link, header, payload)
-        self._released = False
-        link.reading.append(self)
+    def __init__(
+        self, transport: ZmqTransport, link: PeerLink, header: bytes, shared: SharedPayloads, reading: Reading
+    ) -> None:
+        super().__init__(transport, link, header, reading.view)
+        self._shared = shared
+        self._reading = reading
 
     def release(self) -> None:
-        self._released = True
-        link = self._link
-        while link.reading and link.reading[0]._released:
-            link.reading.popleft()
-            link.finished = link.finished + 1 & 0xFFFFFFFF
+        self._shared.finish(self._reading)
         super().release()
 
 
@@ -109,7 +108,7 @@ class ZmqTransport(Transport, ForkAware):
             self._links[link.rank] = link
         self._arena = arena
         self._near = frozenset(link.rank for link in links if link.near)
-        self.sharing = frozenset(link.rank for link in links if link.memory is not None)
+        self.sharing = frozenset(link.rank for link in links if link.shared is not None)
         self.unshared_payloads = 0
         self._inbox = inbox
         self._peer: Callable[[int], PeerLink] = self._link
@@ -162,8 +161,8 @@ class ZmqTransport(Transport, ForkAware):
         self._sent_bytes[peer] += _PREFIX_BYTES + header_bytes + size
         if size < _JOIN_BELOW:
             self._put(link, b"".join((self._prefix(link, header_bytes, _WHOLE), header, payload)))
-        elif link.memory is not None and self._arena is not None and (offset := self._arena.offset(payload)) is not None:
-            link.lent.append(payload)
+        elif link.shared is not None and self._arena is not None and (offset := self._arena.offset(payload)) is not None:
+            link.shared.lend(payload)
             self._put(link, b"".join((self._prefix(link, header_bytes, _IN_PLACE), header, _SPAN.pack(offset, size))))
         else:
             prefix = self._prefix(link, header_bytes, _SPLIT)
@@ -172,7 +171,8 @@ class ZmqTransport(Transport, ForkAware):
                 self._borrowed.append(loan)
 
     def _prefix(self, link: PeerLink, header_bytes: int, kind: int) -> bytes:
-        return _PREFIX.pack(link.session, self.rank, link.released, link.finished, header_bytes, kind)
+        finished = 0 if link.shared is None else link.shared.finished
+        return _PREFIX.pack(link.session, self.rank, link.released, finished, header_bytes, kind)
 
     def report(self, link: PeerLink) -> None:
         """Tells a peer that has not heard from us how many of its frames are released."""
@@ -251,9 +251,9 @@ class ZmqTransport(Transport, ForkAware):
         if not link.acked <= released <= link.sent:
             raise self._violation(link, f"it says it released {released} frames of {link.sent}, after {link.acked}")
         link.acked = released
-        if returned != link.returned and not link.take_back(returned):
-            raise self._violation(link, f"it says it finished reading more than the {len(link.lent)} payloads it was lent")
-        in_place = False
+        if returned if link.shared is None else not link.shared.take_back(returned):
+            raise self._violation(link, "it says it finished reading more payloads in our memory than it was lent")
+        reading: Reading | None = None
         end = _PREFIX_BYTES + header_bytes
         if kind == _WHOLE:
             # Not worth asking whether more parts follow: they would be read, and judged, as messages of their own.
@@ -262,9 +262,8 @@ class ZmqTransport(Transport, ForkAware):
             payload = memoryview(part)[end:]
             size = len(part)
         elif kind == _IN_PLACE:
-            payload = self._shared_payload(link, part, header_bytes)
-            size = end + len(payload)
-            in_place = True
+            reading = self._read_in_place(link, part, header_bytes)
+            size = end + len(reading.view)
         elif kind == _SPLIT:
             if end != len(part) or header_bytes > self.MAX_HEADER_BYTES or not self._inbox.socket.get(zmq.RCVMORE):
                 raise self._violation(link, f"the first part of a frame has {len(part)} bytes instead of {end}, or is alone")
@@ -282,18 +281,21 @@ class ZmqTransport(Transport, ForkAware):
         self._received_bytes[peer] += size
         if link.lost is not None and link.lost == _BROKE:
             return None
-        return (InPlaceFrame if in_place else ZmqFrame)(self, link, part[_PREFIX_BYTES:end], payload)
+        if reading is not None and link.shared is not None:
+            return InPlaceFrame(self, link, part[_PREFIX_BYTES:end], link.shared, reading)
+        return ZmqFrame(self, link, part[_PREFIX_BYTES:end], payload)
 
-    def _shared_payload(self, link: PeerLink, part: bytes, header_bytes: int) -> memoryview:
+    def _read_in_place(self, link: PeerLink, part: bytes, header_bytes: int) -> Reading:
         end = _PREFIX_BYTES + header_bytes
-        if link.memory is None or end + _SPAN.size != len(part) or header_bytes > self.MAX_HEADER_BYTES:
+        if link.shared is None or end + _SPAN.size != len(part) or header_bytes > self.MAX_HEADER_BYTES:
             raise self._violation(
                 link, f"a frame of {len(part)} bytes with a payload in memory, and a header of {header_bytes}"
             )
         offset, size = _SPAN.unpack_from(part, end)
-        if size > self.max_payload_bytes or offset + size > len(link.memory):
-            raise self._violation(link, f"a payload of {size} bytes at {offset} of its memory of {len(link.memory)}")
-        return link.memory[offset : offset + size]
+        reading = link.shared.read(offset, size) if size <= self.max_payload_bytes else None
+        if reading is None:
+            raise self._violation(link, f"a payload of {size} bytes at {offset} of its memory of {len(link.shared.memory)}")
+        return reading
 
     def _accept_bare(self, link: PeerLink, part: bytes, kind: int) -> None:
         more = bool(self._inbox.socket.get(zmq.RCVMORE))
@@ -451,8 +453,7 @@ def _free(inbox: Inbox, links: Sequence[PeerLink], pacer: Pacer | None, arena: A
         for link in links:
             link.close(linger_ms if link.lost is None else 0)
             link.lost = link.lost or "closed here"  # a frame that still waits for the pacer is dropped
-            link.memory = None
-            link.lent.clear()
+            link.shared = None
     if pacer is not None:
         release_pacer(pacer)
     if arena is not None:

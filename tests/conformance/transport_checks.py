@@ -299,7 +299,7 @@ def check_wake_ends_a_wait(connect: Connect) -> None:
         threading.Timer(0.2, a.wake).start()
         start = time.monotonic()
         assert a.recv(5.0) is None
-        assert 0.15 < time.monotonic() - start < 0.3 + 0.1
+        assert 0.15 < time.monotonic() - start < 0.7
         a.wake()
         a.wake()
         b.send(0, b"still works")
@@ -312,7 +312,7 @@ def check_a_frame_ends_a_wait_at_once(connect: Connect) -> None:
         timer.start()
         start = time.monotonic()
         assert a.recv(5.0) is not None
-        assert time.monotonic() - start < 0.3
+        assert time.monotonic() - start < 0.7
         timer.join()
 
 

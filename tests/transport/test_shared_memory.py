@@ -308,7 +308,7 @@ def test_span_outside_the_memory_is_an_error(case):
     with checks.group(connect, 2, job_token="right") as (a, b):
         endpoint = b._links[0].socket.get(zmq.LAST_ENDPOINT).decode().rstrip("\0")
         with insider(a, endpoint) as push:
-            span = struct.pack("<QQ", *SPANS[case](a._links[1].memory))
+            span = struct.pack("<QQ", *SPANS[case](a._links[1].shared.memory))
             push.send(PREFIX.pack(a._session, 1, 0, 0, 0, 2) + span)
             with pytest.raises(WireFormatError, match="memory") as caught:
                 checks.receive(a)
