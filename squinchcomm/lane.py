@@ -111,7 +111,7 @@ class Lane:
         ended = time.monotonic()
         stats.count(signature.op, signature.codec_id, ticket.meter, ended - ticket.started, time.time())
         if record is not None:
-            record.done(ended)
+            record.done(ended, stats.take_error_ratio())
 
     def _fail(self, error: CommunicatorAborted) -> None:
         if self.channel.failure is None:

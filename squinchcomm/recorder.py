@@ -20,7 +20,7 @@ from pathlib import Path
 from squinchcomm import recordings
 from squinchcomm.collectives.channel import Ticket, codec_name
 from squinchcomm.collectives.wire import Signature
-from squinchcomm.config import Config
+from squinchcomm.config import Config, settings
 from squinchcomm.errors import ConfigError
 from squinchcomm.kernels.dtypes import dtype_name
 from squinchcomm.recordings import DONE, FAILED, QUEUED, RUNNING, CallLine, ChunkLine, Header, Line
@@ -36,7 +36,19 @@ _lock = threading.Lock()
 class CallRecord:
     """One collective while it is remembered. Times are `time.monotonic()`."""
 
-    __slots__ = ("due", "ended", "error", "nbytes", "queued", "sequence", "signature", "started", "state", "ticket")
+    __slots__ = (
+        "due",
+        "ended",
+        "error",
+        "error_ratio",
+        "nbytes",
+        "queued",
+        "sequence",
+        "signature",
+        "started",
+        "state",
+        "ticket",
+    )
 
     def __init__(self, signature: Signature, sequence: int, nbytes: int) -> None:
         self.signature = signature
@@ -48,11 +60,13 @@ class CallRecord:
         self.due: Collection[int] = ()
         self.started = 0.0
         self.ended = 0.0
+        self.error_ratio: float | None = None
         self.error: tuple[str, str, int | None] | None = None  # kind, text, peer: the error itself holds on to arrays
 
-    def done(self, ended: float) -> None:
-        """Notes its success."""
+    def done(self, ended: float, error_ratio: float | None) -> None:
+        """Notes its success, and what its encoding lost if that was looked at."""
         self.ended = ended
+        self.error_ratio = error_ratio
         self.due = ()
         self.state = DONE
 
@@ -81,6 +95,9 @@ class Recorder:
         self._rank = rank
         self._hosts = hosts
         self._transport = transport
+        self._settings = {
+            setting.env: str(getattr(config, name)) for name, _, setting in settings() if config.sources[name] != "default"
+        }
         self._next = 0
         self._closed = False
         with _lock:
@@ -164,6 +181,7 @@ class Recorder:
             calls=len(calls),
             closed=self._closed,
             failure=self.failure,
+            settings=self._settings,
         )
         names = {wire_id: codec_name(wire_id) for wire_id in {record.signature.codec_id for record in calls}}
         lines: list[Line] = [header]
@@ -216,6 +234,7 @@ def _call_line(record: CallRecord, codec: str, to_wall: float) -> CallLine:
         line.encode_s, line.decode_s, line.wait_s = meter.encode_s, meter.decode_s, meter.wait_s
         line.waits = dict(ticket.waits or {})
         line.due = sorted(record.due)
+        line.error_ratio = record.error_ratio
     if record.error is not None:
         line.error, line.message, line.blames = record.error
     return line

@@ -40,6 +40,7 @@ class Header(msgspec.Struct, tag="header", tag_field="line", omit_defaults=True)
         calls: How many lines of calls follow.
         closed: Whether the rank had closed the communicator by then.
         failure: The first error that broke the communicator on this rank.
+        settings: Variables and values of the settings that were given to this rank, not left at their default.
     """
 
     version: int
@@ -58,6 +59,7 @@ class Header(msgspec.Struct, tag="header", tag_field="line", omit_defaults=True)
     calls: int
     closed: bool = False
     failure: str | None = None
+    settings: dict[str, str] = {}
 
 
 class CallLine(msgspec.Struct, tag="call", tag_field="line", omit_defaults=True):
@@ -82,6 +84,7 @@ class CallLine(msgspec.Struct, tag="call", tag_field="line", omit_defaults=True)
         message: Its text.
         blames: The rank that the error names.
         due: Ranks from which frames were due when it failed or when the file was written.
+        error_ratio: Length of what encoding lost over length of what was encoded, in calls that were looked at.
     """
 
     call: int
@@ -110,6 +113,7 @@ class CallLine(msgspec.Struct, tag="call", tag_field="line", omit_defaults=True)
     message: str | None = None
     blames: int | None = None
     due: list[int] = []
+    error_ratio: float | None = None
 
     @property
     def signature(self) -> tuple[object, ...]:

@@ -120,6 +120,7 @@ class Stats:
         saturated_blocks: Those of them whose scale is the codec's largest.
         underflow_blocks: Those of them whose scale is the codec's smallest: their values may have become 0.
         error_ratios: Latest sample of each codec, by name: length of what the encoding lost over length of what was encoded.
+        error_ratio: The sample of the latest call that was looked at, until `take_error_ratio`.
         last_end_s: Time of day (Unix seconds) at which the latest collective finished; 0 before.
     """
 
@@ -138,6 +139,7 @@ class Stats:
     saturated_blocks: int = 0
     underflow_blocks: int = 0
     error_ratios: dict[str, float] = field(default_factory=dict)
+    error_ratio: float | None = None
     last_end_s: float = 0.0
     _lost: set[int] = field(default_factory=set)
 
@@ -148,6 +150,11 @@ class Stats:
         tally.add(meter)
         self.durations[op].observe(duration_s)
         self.last_end_s = ended_s
+
+    def take_error_ratio(self) -> float | None:
+        """The sample of what the encoding lost in the call that has just run, if it was looked at; once."""
+        taken, self.error_ratio = self.error_ratio, None
+        return taken
 
     def count_failure(self, op: str, error: BaseException) -> None:
         """Counts a call that failed."""

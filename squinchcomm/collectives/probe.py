@@ -44,7 +44,8 @@ class Probe:
                 return  # zeros have no relative error, and what is not finite is counted elsewhere
             wanted = exact.astype(np.float64) / scale
             lost = decoded.astype(np.float64) / scale - wanted
-            self._stats.error_ratios[self._codec.name] = math.sqrt(float(lost @ lost) / float(wanted @ wanted))
+            ratio = math.sqrt(float(lost @ lost) / float(wanted @ wanted))
+            self._stats.error_ratios[self._codec.name] = self._stats.error_ratio = ratio
 
     def _count_blocks(self, payload: np.ndarray, tiles: int) -> None:
         """Reads the scales of some tiles: one byte a block, at the beginning of its tile."""
