@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from squinchcomm import __version__
-from squinchcomm.cli import bench, doctor, env, inspect, keygen, run, simulate, trace
+from squinchcomm.cli import bench, doctor, env, inspect, keygen, report, run, simulate, top, trace
 
 app = typer.Typer(
     name="squinchcomm",
@@ -40,7 +40,9 @@ app.command()(doctor.doctor)
 app.command()(keygen.keygen)
 app.command()(env.env)
 app.command()(simulate.simulate)
+app.command()(top.top)
 app.command()(trace.trace)
+app.command()(report.report)
 app.command()(inspect.inspect)
 
 if importlib.util.find_spec("squinchcomm.cli.demo"):
