@@ -179,7 +179,7 @@ class Config:
         "none",
         _pattern(_NAME),
         "none, bf16, int8, squinch6, squinch6-sr, another codec's name, or auto",
-        "how gradients are compressed; none sends every bit of them, auto takes squinch6 where that is quicker",
+        "how gradients are compressed; none not at all, auto by squinch6 where that is quicker",
     )
     compress: str = _setting(
         "SQUINCH_COMPRESS",

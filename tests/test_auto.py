@@ -13,7 +13,7 @@ from squinchcomm import joining
 from squinchcomm.communicator import Communicator
 from squinchcomm.config import Config
 from squinchcomm.cost import HIERARCHICAL, PAIRWISE, Layout, predict
-from squinchcomm.crossover import Crossover
+from squinchcomm.crossover import LEAST_GAIN, Crossover
 from squinchcomm.errors import ConfigError, MismatchError
 from squinchcomm.machine import Machine, codec_cost
 from squinchcomm.policy import choose_codec
@@ -52,7 +52,7 @@ def test_it_is_the_choice_of_the_model_for_the_algorithm_that_runs(algorithm: st
         decided = Crossover("aaaabbbb", machine, SQUINCH6, algorithm)
         for size in SIZES[7:]:
             times = [predict(name, layout, size, codec, machine).time_s for codec in (SQUINCH6, NONE)]
-            assert decided.pays(size) == (times[0] < 0.95 * times[1])
+            assert decided.pays(size) == (times[0] < (1 - LEAST_GAIN) * times[1])
             seen.add(decided.pays(size))
     assert seen == {True, False}
 

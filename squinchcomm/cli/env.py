@@ -98,5 +98,5 @@ def _print_table(table: list[dict[str, Any]]) -> None:
         shown.add_row(row["variable"], row["value"] or "-", row["source"], row["default"] or "-", row["meaning"], style=style)
     console = Console(markup=False, highlight=False)
     if not console.is_terminal:
-        console.width = 160
+        console.width = 200
     console.print(shown)
