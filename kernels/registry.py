@@ -14,6 +14,7 @@ from squinchcomm.kernels.squinch6 import Squinch6, Squinch6SR
 
 ENTRY_POINT_GROUP = "squinchcomm.codecs"
 OWN_WIRE_IDS = range(64)
+_NO_CODEC = "auto"  # a setting of this name leaves the choice of the codec to the communicator
 
 _lock = threading.RLock()
 _codecs: dict[str, Codec] = {}
@@ -24,9 +25,11 @@ def register(codec: Codec) -> None:
     """Makes `codec` known under its name and wire id.
 
     Raises:
-        ConfigError: the name or the wire id is taken, or the wire id is one of ours (0..63) or above 255.
+        ConfigError: the name or the wire id is taken, the name is "auto", or the wire id is one of ours (0..63) or above 255.
     """
     _check_wire_id(codec)
+    if codec.name == _NO_CODEC:
+        raise ConfigError(f"no codec can be called {_NO_CODEC!r}: settings use the word for a choice among codecs")
     _add(codec)
 
 

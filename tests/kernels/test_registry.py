@@ -71,6 +71,7 @@ def test_broken_plug_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "wire_id", "message"),
     [
         ("bf16", 99, "two codecs are called 'bf16'"),
+        ("auto", 99, "no codec can be called 'auto'"),
         ("mine", 3, "64..255"),
         ("mine", 256, "64..255"),
         ("mine", 77, "share wire id 77"),
