@@ -34,6 +34,7 @@ from squinchcomm.collectives.reduction import check_reduction
 from squinchcomm.collectives.wire import Signature
 from squinchcomm.config import Config
 from squinchcomm.crossover import Crossover
+from squinchcomm.ending import close_at_exit
 from squinchcomm.errors import CommunicatorAborted, ConfigError
 from squinchcomm.kernels import warm_up
 from squinchcomm.kernels.codec import Codec
@@ -99,6 +100,8 @@ class Communicator:
         self._close_lock = threading.Lock()
         self._compressed_calls = 0
         roster.enter(self)
+        if collectives.holds_sent:
+            close_at_exit(self)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if self._channel.failure else "open"

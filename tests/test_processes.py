@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import secrets
 import signal
@@ -14,7 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+
+import squinchcomm
 
 WORKER = str(Path(__file__).parent / "rank_worker.py")
 
@@ -171,6 +175,24 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(groups: list[Group]) 
     group.await_ready()
     for rank in range(3):
         assert "failed" not in group.events(rank, timeout_s=10.0)
+
+
+def forgetful_rank(rank: int, address: str) -> None:
+    comm = squinchcomm.init(rank, 3, address, min_compress_bytes=0, link_rate="20Mbit")
+    for _ in range(2):
+        comm.allreduce(np.ones(1 << 18, np.float32), codec="squinch6")
+    globals()["kept"] = comm  # as programs do that have it in a module
+
+
+def test_what_a_child_process_sent_last_arrives_though_it_forgets_to_close() -> None:
+    context = multiprocessing.get_context("spawn")
+    address = f"ipc://@squinchcomm-test-{secrets.token_hex(8)}"
+    processes = [context.Process(target=forgetful_rank, args=(rank, address)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60.0)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
 
 
 def test_a_world_that_ends_leaves_nothing(groups: list[Group]) -> None:

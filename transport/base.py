@@ -31,6 +31,7 @@ class Transport(ABC):
     """
 
     MAX_HEADER_BYTES: ClassVar[int] = 4096
+    holds_sent: ClassVar[bool] = False  # what `send` has taken may be lost if the process ends without `close`
 
     name: str  # "zmq", "inproc"
     rank: int

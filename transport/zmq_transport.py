@@ -83,6 +83,7 @@ class ZmqTransport(Transport, ForkAware):
     """One bound PULL socket that all peers send to, one PUSH socket to each peer."""
 
     name = "zmq"
+    holds_sent = True
 
     def __init__(
         self,
