@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs the Debian packages that setting up and some tests need, where that is possible: as root, with apt.
-# `full` adds those of the slow tests: a real Slurm and a real Prometheus. Tests start their own, with folders and ports of their own;
+# `full` adds those of the slow tests: a real Slurm, a real Prometheus, a browser. Tests start their own, with folders and ports of their own;
 # where systemd runs, Debian starts munge and prometheus as services, too.
 # Always succeeds: tests that miss a program are skipped, each by name.
 set -u
@@ -12,6 +12,7 @@ if [ "${1:-}" = full ]; then
     command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null ||
         packages="$packages slurmctld slurmd slurm-client munge"
     command -v promtool >/dev/null || packages="$packages prometheus"
+    command -v chromium >/dev/null || packages="$packages chromium"
 fi
 if [ -z "$packages" ]; then
     exit 0

@@ -163,13 +163,26 @@ def _scrape(target: str) -> Reading:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ranks are not behind a proxy of this user
     try:
         with opener.open(f"http://{target}/metrics", timeout=ANSWER_S) as answer:
-            text = answer.read(_MAX_BYTES).decode()
+            text = _read_in_time(answer).decode()
         return _judged(target, time.time(), text)
     except urllib.error.HTTPError as error:
         with error:
             return Reading(target, time.time(), problem=f"answers with HTTP status {error.code}")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return Reading(target, time.time(), problem=reason(error))
+
+
+def _read_in_time(answer: http.client.HTTPResponse) -> bytes:
+    """The whole answer. Raises TimeoutError: a socket's own timeout would begin anew with each byte that drips in."""
+    deadline, parts, size = time.monotonic() + ANSWER_S, [], 0
+    while part := answer.read1(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        if size > _MAX_BYTES:
+            raise ValueError("answers with more than 16 MiB")
+    return b"".join(parts)
 
 
 def _read_file(path: Path) -> Reading:

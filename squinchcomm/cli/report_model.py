@@ -36,7 +36,7 @@ class Chart:
 
 @dataclass
 class HeatMap:
-    """A row for each name over time; the darker, the more.
+    """A row for each name over time; the stronger the colour, the more.
 
     Attributes:
         title: What is drawn.

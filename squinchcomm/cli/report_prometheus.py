@@ -169,7 +169,7 @@ class _Window:
 
     def _waits(self, names: dict[str, str]) -> HeatMap:
         rows = self._of_ranks(f"100 * sum by (instance) ({self._rate('wait_seconds_total')})", names)
-        note = "Share of time that each rank spent waiting for others. A pale row among dark ones: that rank is late."
+        note = "Share of time that each rank spent waiting for others. A faint row among strong ones: that rank is late."
         return HeatMap("Waits of each rank", "%", note, self.step_s, rows)
 
     def _operations(self) -> Table:

@@ -169,7 +169,7 @@ class _Communicator:
             ]
             for peer in range(size)
         }
-        note = f"Seconds that all other ranks spent waiting for each rank, in {quantity(self._width_s, 's')}. Dark: it is late."
+        note = f"Seconds that all other ranks spent waiting for each rank, in {quantity(self._width_s, 's')}. Strong colour: it is late."
         return HeatMap("Waits for each peer", "s", note, self._width_s, rows)
 
     def _rank_table(self) -> Table:

@@ -77,7 +77,7 @@ def _show_once(source: Source, interval: float) -> None:
     rows = board.rows()
     console = Console()
     if console.is_terminal:
-        console.print(as_table(rows, None, len(rows) + 8))
+        console.print(as_table(rows, None, len(rows) + 8, console.width))
     else:
         typer.echo("\n".join(as_lines(rows)))
     if not answered(readings):
@@ -100,7 +100,7 @@ def _show_live(source: Source, interval: float) -> None:
         return
     with _TerminalRestored(), Live(console=console, screen=True, auto_refresh=False) as live:
         for trouble in _looks(source, board, interval, soon=True):
-            live.update(as_table(board.rows(), trouble, console.height), refresh=True)
+            live.update(as_table(board.rows(), trouble, console.height, console.width), refresh=True)
 
 
 def _looks(source: Source, board: Board, interval: float, soon: bool) -> Iterator[str | None]:

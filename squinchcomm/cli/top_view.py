@@ -44,6 +44,8 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "state": _state,
 }
 _TEXTS = ("target", "op", "state")
+_GIVEN_UP = ("flight", "dec %", "enc %", "in MB/s", "target", "op")  # in this order where a terminal is narrow
+_STATE_CHARS = 14  # of a state that is cut off, enough for "behind: others"
 
 
 def headline(rows: list[Row], trouble: str | None) -> str:
@@ -83,8 +85,8 @@ def as_lines(rows: list[Row], trouble: str | None = None) -> list[str]:
     return lines
 
 
-def as_table(rows: list[Row], trouble: str | None, height: int) -> Any:
-    """For a terminal of so many lines; if not all ranks fit, those in trouble come first, then the lowest."""
+def as_table(rows: list[Row], trouble: str | None, height: int, width: int) -> Any:
+    """For a terminal of so many lines and columns; if not all ranks fit, those in trouble come first, then the lowest."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -94,14 +96,27 @@ def as_table(rows: list[Row], trouble: str | None, height: int) -> Any:
     if len(rows) > room:
         shown = sorted(rows, key=lambda row: not _troubled(row))[:room]
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
-    for title in _COLUMNS:
-        table.add_column(title, justify="left" if title in _TEXTS else "right", no_wrap=True, overflow="ellipsis")
+    columns = _fitting(shown, width)
+    for title, need in columns.items():
+        least = None if title == "state" else need - 1  # the state alone may be cut off
+        justify: Any = "left" if title in _TEXTS else "right"
+        table.add_column(title, justify=justify, no_wrap=True, overflow="ellipsis", min_width=least)
     for row in shown:
-        table.add_row(*(Text(show(row)) for show in _COLUMNS.values()), style=_style(row))
+        table.add_row(*(Text(_COLUMNS[title](row)) for title in columns), style=_style(row))
     lines: list[Any] = [Text(headline(rows, trouble), no_wrap=True, overflow="ellipsis"), table]
     if len(shown) < len(rows):
         lines.append(Text(f"... {len(rows) - len(shown)} more ranks; a higher terminal shows them"))
     return Group(*lines)
+
+
+def _fitting(rows: list[Row], width: int) -> dict[str, int]:
+    """Titles of the columns for which there is room, and how much each takes."""
+    needs = {title: max(len(title), *(len(show(row)) for row in rows)) + 1 for title, show in _COLUMNS.items()}
+    needs["state"] = min(needs["state"], _STATE_CHARS)
+    for title in _GIVEN_UP:
+        if sum(needs.values()) > width:
+            del needs[title]
+    return needs
 
 
 def _troubled(row: Row) -> bool:

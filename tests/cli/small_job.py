@@ -10,7 +10,7 @@ import numpy as np
 
 import squinchcomm
 
-LATE_S = 0.02
+LATE_S = 0.04
 
 
 def main() -> None:
