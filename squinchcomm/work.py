@@ -35,7 +35,7 @@ class Work:
             CollectiveTimeout: it runs on after `timeout_s` seconds; waiting again is allowed.
             Exception: what the call itself raised.
         """
-        if not self._done.wait(timeout_s):
+        if not self._done.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
             raise CollectiveTimeout(
                 f"{self.op} #{self.sequence} on rank {self._rank} has not finished after {timeout_s:g} s of waiting",
                 rank=self._rank,

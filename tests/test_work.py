@@ -27,6 +27,13 @@ def test_a_last_step_runs_before_waiters_return_and_listeners_after() -> None:
     assert order == ["step", "listener", "late listener"]
 
 
+def test_who_waits_for_centuries_waits() -> None:
+    work = Work("allreduce", 0, 0)
+    threading.Timer(0.05, work.finish).start()
+    work.wait(1e12)
+    assert work.is_completed()
+
+
 def test_a_step_after_the_end_runs_at_once_and_not_after_a_failure() -> None:
     done, failed = Work("send", 0, 0), Work("send", 1, 0)
     done.finish()
