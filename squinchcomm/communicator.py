@@ -18,31 +18,21 @@ from squinchcomm.arrays import Flat, flatten
 from squinchcomm.collectives import movement
 from squinchcomm.collectives.call import Call
 from squinchcomm.collectives.channel import Channel
-from squinchcomm.collectives.coder import CodecCoder, Coder, PlainCoder, mix
-from squinchcomm.collectives.exchange import DIRECT_BYTES, DIRECT_RANKS, Exchange, direct_allreduce
-from squinchcomm.collectives.hierarchy import (
-    HIERARCHY_BYTES,
-    Hierarchy,
-    Topology,
-    allreduce_shards,
-    reduce_scatter_shards,
-)
+from squinchcomm.collectives.coder import PlainCoder, mix
+from squinchcomm.collectives.exchange import DIRECT_BYTES, DIRECT_RANKS, direct_allreduce
 from squinchcomm.collectives.p2p import Message, PointToPoint
-from squinchcomm.collectives.plan import MAX_CHUNK_BYTES, Plan
-from squinchcomm.collectives.probe import PROBE_PERIOD, Probe
+from squinchcomm.collectives.plan import Plan
 from squinchcomm.collectives.reduction import check_reduction
 from squinchcomm.collectives.wire import Signature
 from squinchcomm.config import Config
 from squinchcomm.crossover import Crossover
 from squinchcomm.ending import close_at_exit
-from squinchcomm.errors import CommunicatorAborted, ConfigError
-from squinchcomm.kernels import warm_up
+from squinchcomm.errors import CommunicatorAborted
 from squinchcomm.kernels.codec import Codec
-from squinchcomm.kernels.dtypes import BFLOAT16, FLOAT16, dtype_name
 from squinchcomm.lane import Body, Lane
-from squinchcomm.policy import choose_codec
 from squinchcomm.recorder import Recorder
 from squinchcomm.stats import Stats
+from squinchcomm.strategy import Strategy
 from squinchcomm.transport.base import Backend, Transport
 from squinchcomm.work import Work
 
@@ -71,7 +61,6 @@ class Communicator:
         hosts: Host identity of each rank; equal ones share a machine.
         config: Settings.
         stats: Counters.
-        crossover: Where the codec "auto" starts to compress; None if the configuration's codec is another.
     """
 
     def __init__(self, backend: Backend, transports: tuple[Transport, Transport], config: Config, epoch: int) -> None:
@@ -81,7 +70,6 @@ class Communicator:
         self.hosts = collectives.hosts
         self.config = config
         self.stats = Stats()
-        self.crossover: Crossover | None = None
         self._backend = backend
         self._transports = transports
         self._channel = Channel(collectives, epoch, self.stats)
@@ -91,14 +79,11 @@ class Communicator:
         threads = config.resolved_codec_threads(self.hosts.count(self.hosts[self.rank]))
         self._lane = Lane(self._channel, threads, self._recorder)
         self._messages = PointToPoint(messages, epoch, self.stats)
-        self._topology = Topology(self.hosts)
-        self._movement_bytes = min(config.chunk_bytes, collectives.max_payload_bytes)
-        self._compressed_before: set[tuple[Any, ...]] = set()
+        self._strategy = Strategy(config, collectives, self.stats)
         self._pid = os.getpid()
         self._closed = False
         self._attempts = 0  # to shrink
         self._close_lock = threading.Lock()
-        self._compressed_calls = 0
         roster.enter(self)
         if collectives.holds_sent:
             close_at_exit(self)
@@ -106,6 +91,15 @@ class Communicator:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if self._channel.failure else "open"
         return f"<Communicator rank {self.rank} of {self.world_size}, {self._transports[0].name}, {state}>"
+
+    @property
+    def crossover(self) -> Crossover | None:
+        """Where the codec "auto" starts to compress; None if the configuration's codec is another."""
+        return self._strategy.crossover
+
+    @crossover.setter
+    def crossover(self, known: Crossover) -> None:
+        self._strategy.crossover = known
 
     @property
     def sequence(self) -> int:
@@ -170,15 +164,15 @@ class Communicator:
         """
         flat = flatten(array, "array", writable=True)
         check_reduction(op, flat.data.dtype)
-        chosen = self._choose(codec, flat.data, op, "allreduce")
+        chosen = self._strategy.codec(codec, flat.data, op, "allreduce")
         signature = Signature("allreduce", op, flat.data.dtype, flat.data.size, flat.shape, **_codec_fields(chosen))
 
         def body(call: Call) -> None:
-            coder = self._coder(chosen, flat.data.dtype, op, call)
+            coder = self._strategy.coder(chosen, flat.data.dtype, op, call)
             if chosen.lossless and flat.data.nbytes <= DIRECT_BYTES and self.world_size <= DIRECT_RANKS:
                 direct_allreduce(call, coder, flat.data)
             elif self.world_size > 1:
-                self._reduction(call, coder, flat.data).allreduce()
+                self._strategy.reduction(call, coder, flat.data).allreduce()
             flat.write_back()
 
         return self._submit(signature, body, flat.data.nbytes, async_op, timeout_s)
@@ -195,7 +189,7 @@ class Communicator:
         def body(call: Call) -> None:
             coder = PlainCoder(flat.data.dtype, op, self.world_size)
             if self.world_size > 1:
-                Exchange(call, coder, self._even_plan(flat.data, coder), flat.data).reduce(root)
+                self._strategy.exchange(call, coder, flat.data).reduce(root)
             if self.rank == root:
                 flat.write_back()
 
@@ -230,15 +224,15 @@ class Communicator:
         parts = part_sizes(counts, self.world_size, source.data.size, "input")
         check_part(target, "output", parts, self.rank, "input")
         check_overlap(source, target, _slot(parts, self.rank), "input")
-        chosen = self._choose(codec, source.data, op, "reduce_scatter")
+        chosen = self._strategy.codec(codec, source.data, op, "reduce_scatter")
         signature = Signature(
             "reduce_scatter", op, source.data.dtype, source.data.size, parts=tuple(parts), **_codec_fields(chosen)
         )
 
         def body(call: Call) -> None:
-            coder = self._coder(chosen, source.data.dtype, op, call)
+            coder = self._strategy.coder(chosen, source.data.dtype, op, call)
             if self.world_size > 1:
-                self._reduction(call, coder, source.data, parts).reduce_scatter(target.data)
+                self._strategy.reduction(call, coder, source.data, parts).reduce_scatter(target.data)
             else:
                 target.data[:] = source.data
             target.write_back()
@@ -271,16 +265,15 @@ class Communicator:
         parts = part_sizes(counts, self.world_size, target.data.size, "output")
         check_part(source, "input", parts, self.rank, "output")
         check_overlap(source, target, _slot(parts, self.rank), "output")
-        chosen = self._choose(codec or "none", target.data, "", "all_gather")
+        chosen = self._strategy.codec(codec or "none", target.data, "", "all_gather")
         signature = Signature(
             "all_gather", "", target.data.dtype, target.data.size, parts=tuple(parts), **_codec_fields(chosen)
         )
 
         def body(call: Call) -> None:
             if self.world_size > 1:
-                coder = self._coder(chosen, target.data.dtype, "", call)
-                plan = Plan.uneven(parts, target.data.itemsize, coder.tile, self._chunk_bytes(target.data))
-                Exchange(call, coder, plan, target.data).all_gather(source.data)
+                coder = self._strategy.coder(chosen, target.data.dtype, "", call)
+                self._strategy.exchange(call, coder, target.data, parts).all_gather(source.data)
             else:
                 target.data[:] = source.data
             target.write_back()
@@ -300,7 +293,7 @@ class Communicator:
         signature = Signature("broadcast", "", flat.data.dtype, flat.data.size, flat.shape, root=root)
 
         def body(call: Call) -> None:
-            movement.broadcast(call, flat.data.view(np.uint8), root, self._movement_bytes)
+            movement.broadcast(call, flat.data.view(np.uint8), root, self._strategy.movement_bytes)
             if self.rank != root:
                 flat.write_back()
 
@@ -319,7 +312,7 @@ class Communicator:
 
         def body(call: Call) -> None:
             own = source.data.view(np.uint8)
-            movement.gather(call, own, target.data.view(np.uint8) if target else None, root, self._movement_bytes)
+            movement.gather(call, own, target.data.view(np.uint8) if target else None, root, self._strategy.movement_bytes)
             if target:
                 target.write_back()
 
@@ -338,7 +331,7 @@ class Communicator:
 
         def body(call: Call) -> None:
             own = target.data.view(np.uint8)
-            movement.scatter(call, own, source.data.view(np.uint8) if source else None, root, self._movement_bytes)
+            movement.scatter(call, own, source.data.view(np.uint8) if source else None, root, self._strategy.movement_bytes)
             target.write_back()
 
         return self._submit(signature, body, target.data.nbytes, async_op, timeout_s)
@@ -381,7 +374,12 @@ class Communicator:
             size = source.data.itemsize
             bounds = [[size * offset for offset in Plan.uneven(parts, 1, 1).bounds] for parts in (takes, sends)]
             movement.all_to_all(
-                call, target.data.view(np.uint8), source.data.view(np.uint8), bounds[0], bounds[1], self._movement_bytes
+                call,
+                target.data.view(np.uint8),
+                source.data.view(np.uint8),
+                bounds[0],
+                bounds[1],
+                self._strategy.movement_bytes,
             )
             target.write_back()
 
@@ -542,77 +540,6 @@ class Communicator:
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be above 0, not {timeout_s!r}")
         return timeout_s
-
-    def _choose(self, requested: str | None, data: np.ndarray, reduction: str, op: str) -> Codec:
-        codec, reason = choose_codec(
-            requested,
-            self.config.codec,
-            dtype=data.dtype,
-            nbytes=data.nbytes,
-            reduction=reduction,
-            min_compress_bytes=self.config.min_compress_bytes,
-            compress=self.config.compress,
-            pays=lambda: self._pays(data),
-        )
-        if reason is not None:
-            self.stats.uncompressed[reason] += 1
-        elif not codec.lossless:
-            warm_up()  # here, where a first compilation does not count against the call's deadline
-            seen = (op, codec.name, data.dtype, data.size)
-            if seen not in self._compressed_before and len(self._compressed_before) < 1024:
-                self._compressed_before.add(seen)
-                log.info("%s of %d %s elements goes out as %s", op, data.size, dtype_name(data.dtype), codec.name)
-        return codec
-
-    def _pays(self, data: np.ndarray) -> bool:
-        if self.crossover is not None:
-            return self.crossover.pays(data.nbytes, data.itemsize)
-        if self.world_size > 1:
-            raise ConfigError(
-                "codec 'auto' decides by what the ranks measure when they meet: give it to the whole group, as codec='auto' of init "
-                "or SQUINCH_CODEC=auto, and leave codec out of the calls"
-            )
-        return False
-
-    def _coder(self, codec: Codec, dtype: np.dtype, op: str, call: Call) -> Coder:
-        if codec.lossless:
-            return PlainCoder(dtype, op, self.world_size)
-        seed = mix(self.config.seed, call.ticket.sequence)
-        probe = None
-        if self._compressed_calls % PROBE_PERIOD == 0:
-            probe = Probe(codec, self.stats, self._compressed_calls // PROBE_PERIOD)
-        self._compressed_calls += 1
-        return CodecCoder(codec, dtype, op, self.world_size, seed, probe)
-
-    def _chunk_bytes(self, data: np.ndarray) -> int:
-        """Bytes of `data` in a chunk, which always fits a frame; 0 lets the plan choose."""
-        if not self.config.chunk_bytes:
-            return 0
-        return min(max(self.config.chunk_bytes * data.itemsize // 4, 1), self._transports[0].max_payload_bytes)
-
-    def _reduction(
-        self, call: Call, coder: Coder, data: np.ndarray, parts: Sequence[int] | None = None
-    ) -> Exchange | Hierarchy:
-        """The algorithm for a reduction of `data`, in the given parts, one a rank, or in whatever parts suit it."""
-        if not self._takes_hierarchy(coder, data):
-            if parts is None:
-                return Exchange(call, coder, self._even_plan(data, coder), data)
-            return Exchange(call, coder, Plan.uneven(parts, data.itemsize, coder.tile, self._chunk_bytes(data)), data)
-        cut = data.itemsize, coder.tile, self._chunk_bytes(data), MAX_CHUNK_BYTES  # contributions travel raw inside a host
-        if parts is None:
-            shards = allreduce_shards(self._topology)
-            return Hierarchy(call, coder, Plan.even(data.size, len(shards), *cut), data, self._topology, shards)
-        return Hierarchy(call, coder, Plan.uneven(parts, *cut), data, self._topology, reduce_scatter_shards(self._topology))
-
-    def _takes_hierarchy(self, coder: Coder, data: np.ndarray) -> bool:
-        if self.config.algorithm == "flat" or not self._topology.layered:
-            return False
-        if isinstance(coder, PlainCoder) and data.dtype in (FLOAT16, BFLOAT16):
-            return False  # the sums of hosts would be rounded before they are added
-        return self.config.algorithm == "hierarchical" or coder.nbytes(data.size) >= HIERARCHY_BYTES
-
-    def _even_plan(self, data: np.ndarray, coder: Coder) -> Plan:
-        return Plan.even(data.size, self.world_size, data.itemsize, coder.tile, self._chunk_bytes(data))
 
 
 def _slot(parts: Sequence[int], rank: int) -> slice:
