@@ -231,36 +231,44 @@ def shape_text(parameters: int | None, setting: dict[str, Any]) -> str:
 
 
 def picture(path: Path, steps: list[StepRow], losses: list[LossRow]) -> None:
-    """Step times as bars, and each seed's loss against the base's as dots."""
+    """Step times as bars, and each seed's loss against the base's as dots; what was not measured is left out."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
-    for row in steps:
-        compute, communication = 1e3 * row.compute_s, 1e3 * row.communication_s
-        left.barh(row.contender, compute, color="#b9b9b9")
-        left.barh(row.contender, communication, left=compute, color="#8a5a00" if row.contender in _THEIRS else "#0b6fb8")
-        speedup = f"  {row.speedup[BASE][0]:.1f}x" if BASE in row.speedup and row.contender != BASE else ""
-        left.annotate(f" {communication:.0f} ms{speedup}", (compute + communication, row.contender), va="center", fontsize=9)
-    left.set(title="DDP step", xlabel="ms: forward and backward (grey), and what communication adds to it")
-    left.margins(x=0.3)
-    left.invert_yaxis()
-    right.axvspan(-100 * TOLERANCE, 100 * TOLERANCE, color="#2a7f3f", alpha=0.12, label=f"within {100 * TOLERANCE:g} %")
-    for each in losses:
-        gaps = [100 * gap for gap in each.gaps.values()]
-        right.plot(gaps, [each.contender] * len(gaps), "o", color="#0b6fb8", alpha=0.6, markersize=5)
-        right.plot([100 * each.gap], [each.contender], "|", color="black", markersize=18)
-        if abs(each.gap) > _SHOWN_GAP:
-            edge = 85 * _SHOWN_GAP * (1 if each.gap > 0 else -1)
-            right.annotate(f"{100 * each.gap:+.1f} %", (edge, each.contender), ha="center", va="center")
-    right.axvline(0, color="black", linewidth=0.8)
-    right.set(title="Held-out loss against float32 all-reduce", xlabel="% (dots: seeds, line: their mean)")
-    right.set_xlim(-100 * _SHOWN_GAP, 100 * _SHOWN_GAP)
-    right.invert_yaxis()
-    for axes in (left, right):
+    drawings: list[tuple[Any, Any]] = [(draw, rows) for draw, rows in ((_draw_steps, steps), (_draw_losses, losses)) if rows]
+    size = (6.5 * len(drawings), 4.5)
+    figure, panels = pyplot.subplots(1, len(drawings), figsize=size, layout="constrained", squeeze=False)
+    for axes, (draw, rows) in zip(panels[0], drawings, strict=True):
+        draw(axes, rows)
+        axes.invert_yaxis()
         axes.grid(alpha=0.25, axis="x")
-    right.legend(frameon=False, loc="lower left")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _draw_steps(axes: Any, rows: list[StepRow]) -> None:
+    for row in rows:
+        compute, communication = 1e3 * row.compute_s, 1e3 * row.communication_s
+        axes.barh(row.contender, compute, color="#b9b9b9")
+        axes.barh(row.contender, communication, left=compute, color="#8a5a00" if row.contender in _THEIRS else "#0b6fb8")
+        speedup = f"  {row.speedup[BASE][0]:.1f}x" if BASE in row.speedup and row.contender != BASE else ""
+        axes.annotate(f" {communication:.0f} ms{speedup}", (compute + communication, row.contender), va="center", fontsize=9)
+    axes.set(title="DDP step", xlabel="ms: forward and backward (grey), and what communication adds to it")
+    axes.margins(x=0.3)
+
+
+def _draw_losses(axes: Any, rows: list[LossRow]) -> None:
+    axes.axvspan(-100 * TOLERANCE, 100 * TOLERANCE, color="#2a7f3f", alpha=0.12, label=f"within {100 * TOLERANCE:g} %")
+    axes.axvline(0, color="black", linewidth=0.8)
+    for row in rows:
+        gaps = [100 * gap for gap in row.gaps.values()]
+        axes.plot(gaps, [row.contender] * len(gaps), "o", color="#0b6fb8", alpha=0.6, markersize=5)
+        axes.plot([100 * row.gap], [row.contender], "|", color="black", markersize=18)
+        if abs(row.gap) > _SHOWN_GAP:
+            edge = 85 * _SHOWN_GAP * (1 if row.gap > 0 else -1)
+            axes.annotate(f"{100 * row.gap:+.1f} %", (edge, row.contender), ha="center", va="center")
+    axes.set(title="Held-out loss against float32 all-reduce", xlabel="% (dots: seeds, line: their mean)")
+    axes.set_xlim(-100 * _SHOWN_GAP, 100 * _SHOWN_GAP)
+    axes.legend(frameon=False, loc="lower left")
