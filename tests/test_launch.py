@@ -185,6 +185,8 @@ def test_real_launchers(launcher: str) -> None:
     """Two ranks on this machine, under launchers that happen to be installed."""
     if shutil.which(launcher) is None:
         pytest.skip(f"{launcher} is not installed")
+    if launcher == "srun" and subprocess.run(["sinfo"], capture_output=True, check=False).returncode:
+        pytest.skip("srun has no Slurm to talk to")
     options = {"mpirun": ["--oversubscribe"]}.get(launcher, [])
     if (
         launcher == "mpirun"

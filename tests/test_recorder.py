@@ -58,7 +58,7 @@ def test_the_latest_calls_with_all_that_is_known(tmp_path: Path) -> None:
         assert compressed.raw > 5 * compressed.sent > 0 < compressed.received
         assert compressed.queued <= compressed.started < compressed.ended <= header.written
         assert compressed.queued_at == pytest.approx(header.written_at, abs=60) and compressed.wait_s >= 0
-        assert sum(compressed.waits.values()) == pytest.approx(compressed.wait_s, rel=1e-6)
+        assert max(compressed.waits.values()) <= compressed.wait_s * (1 + 1e-6) <= sum(compressed.waits.values()) * (1 + 2e-6)
         assert recording.calls[22].parts == (1, 2, 3) and rank not in compressed.waits
     assert len({recording.header.group for recording in found.values()}) == 1
 
