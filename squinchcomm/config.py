@@ -322,7 +322,7 @@ class Config:
         None,
         expand_path,
         "a path",
-        "folder where the flight recorder writes after a failure, on SIGUSR1 and at the end",
+        "folder where the flight recorder writes after a failure, on SIGUSR1 or SIGTERM and at the end",
     )
     recorder_chunks: bool = _setting(
         "SQUINCH_RECORDER_CHUNKS", False, _switch, "1 or 0", "the flight recorder keeps the times of every chunk as well"

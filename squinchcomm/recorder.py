@@ -1,14 +1,13 @@
 """The flight recorder: the latest collectives of a communicator, in memory, written to a file when something goes wrong.
 
 It costs about a microsecond a call. Files are written into SQUINCH_RECORDER_DIR after a timeout, an abort or another failure, when
-the communicator is closed, on SIGUSR1 unless the application handles that signal, and by `dump`. `squinchcomm trace` compares them.
+the communicator is closed, on SIGUSR1 and SIGTERM unless the application handles them, and by `dump`. `squinchcomm trace` compares them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import threading
 import time
@@ -17,7 +16,7 @@ from collections import deque
 from collections.abc import Collection
 from pathlib import Path
 
-from squinchcomm import recordings
+from squinchcomm import recordings, signals
 from squinchcomm.collectives.channel import Ticket, codec_name
 from squinchcomm.collectives.wire import Signature
 from squinchcomm.config import Config, settings
@@ -103,7 +102,14 @@ class Recorder:
         with _lock:
             _recorders.add(self)
         if self.directory is not None:
-            _listen_to_signal()
+            self._prepare(self.directory)
+            signals.write_upon(_dump_all)
+
+    def _prepare(self, directory: Path) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            log.warning("rank %d: the flight recorder cannot write to %s: %s", self._rank, directory, error.strerror or error)
 
     def open(self, signature: Signature, sequence: int, nbytes: int) -> CallRecord:
         """Notes that a call was made."""
@@ -256,15 +262,9 @@ def _live() -> list[Recorder]:
         return list(_recorders)
 
 
-def _listen_to_signal() -> None:
-    """Makes SIGUSR1 write the files, unless the application handles it or this is not the main thread, where no handler can be set."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, _on_signal)
-
-
-def _on_signal(*_: object) -> None:
-    # In a thread of its own: what the signal has interrupted may hold the locks of the log.
-    threading.Thread(target=lambda: [each.dump("SIGUSR1") for each in _live()], name="squinchcomm-recorder").start()
+def _dump_all(reason: str) -> None:
+    for each in _live():
+        each.dump(reason)
 
 
 def _forget() -> None:

@@ -17,6 +17,11 @@ from squinchcomm.errors import ConfigError
 VERSION = 1
 SUFFIX = ".jsonl"
 
+_WHEN_WRITTEN = (
+    "either no rank has written yet (they do after a failure, on SIGUSR1, on SIGTERM and at the end), "
+    "or the job had another SQUINCH_RECORDER_DIR, or none"
+)
+
 QUEUED, RUNNING, DONE, FAILED = "queued", "running", "done", "failed"
 
 
@@ -79,7 +84,7 @@ class CallLine(msgspec.Struct, tag="call", tag_field="line", omit_defaults=True)
         encode_s: Seconds spent encoding.
         decode_s: Seconds spent decoding and reducing.
         wait_s: Seconds spent waiting.
-        waits: Of these, for which peer: a wait is that for the peer whose frame ended it, or for all that are due if none came.
+        waits: Of these, for which peer: a wait is that for the peer whose frame ended it, or in equal parts for all that are due if none came.
         error: Kind of the error that ended it.
         message: Its text.
         blames: The rank that the error names.
@@ -226,7 +231,7 @@ def read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
         ConfigError: there is no such folder, or it holds no recording.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; give the one that SQUINCH_RECORDER_DIR named in the job")
+        raise ConfigError(f"{folder} is no folder: give the one that SQUINCH_RECORDER_DIR named in the job; {_WHEN_WRITTEN}")
     found, problems = [], []
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         try:
@@ -235,5 +240,5 @@ def read_folder(folder: Path) -> tuple[list[Recording], list[str]]:
             problems.append(f"{path.name}: {error}")
     if not found:
         more = f" ({'; '.join(problems[:3])})" if problems else ""
-        raise ConfigError(f"{folder} holds no recordings (*{SUFFIX}) of ranks{more}; was SQUINCH_RECORDER_DIR set in the job?")
+        raise ConfigError(f"{folder} holds no recordings (*{SUFFIX}) of ranks{more}; {_WHEN_WRITTEN}")
     return found, problems

@@ -15,7 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Literal
 
-from squinchcomm.cli.reaper import ENDING_SIGNALS, TOKEN_VARIABLE, Watchdog, die_with, kill_marked, signal_groups
+from squinchcomm.cli.reaper import (
+    ENDING_SIGNALS,
+    TOKEN_VARIABLE,
+    Watchdog,
+    die_with,
+    kill_marked,
+    signal_groups,
+    signal_handlers,
+)
 
 _LONGEST_LINE = 1 << 16  # bytes; a longer one is shown in pieces
 _COLOURS = (36, 33, 35, 32, 34, 31)
@@ -191,6 +199,8 @@ class _Running:
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
+            if number == signal.SIGUSR1:
+                self._pass_on_usr1()
             if number not in ENDING_SIGNALS:
                 continue
             if self.stopping:
@@ -199,6 +209,14 @@ class _Running:
             name = signal.Signals(number).name
             _say(f"{name}: passed on; ranks that are still there after {self.job.grace_s:g} s are killed (again: at once)")
             self._stop(128 + number, number)
+
+    def _pass_on_usr1(self) -> None:
+        there = [process.pid for rank, process in enumerate(self.processes) if rank not in self.ended]
+        reached = signal_handlers(there, signal.SIGUSR1)
+        left_out = [str(rank) for rank, process in enumerate(self.processes) if process.pid in set(there) - reached]
+        _say(f"SIGUSR1: passed on to {len(reached)} of {len(there)} ranks")
+        if left_out:
+            _say(f"no handler for SIGUSR1, which would end it, has rank {', '.join(left_out)}; was SQUINCH_RECORDER_DIR set?")
 
     def _notice_ends(self) -> None:
         for rank, process in enumerate(self.processes):
@@ -274,11 +292,11 @@ def _is_terminal(stream: IO[str] | None) -> bool:
 
 @contextlib.contextmanager
 def _signals_as_bytes() -> Iterator[socket.socket]:
-    """A socket that receives the number of each signal that ends us or tells of a child's end."""
+    """A socket that receives the number of each signal that ends us, tells of a child's end or is for the ranks."""
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
-    numbers = (*ENDING_SIGNALS, signal.SIGCHLD)
+    numbers = (*ENDING_SIGNALS, signal.SIGCHLD, signal.SIGUSR1)
     handlers = [signal.signal(number, lambda *_: None) for number in numbers]
     previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:

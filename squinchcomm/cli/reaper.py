@@ -7,7 +7,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 TOKEN_VARIABLE = "SQUINCH_JOB_TOKEN"
@@ -32,6 +32,26 @@ def signal_groups(groups: Sequence[int], number: int) -> None:
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, number)
+
+
+def signal_handlers(groups: Collection[int], number: int) -> set[int]:
+    """Sends signal `number` to those processes of the groups that handle it, as others would die of it; the groups reached."""
+    reached = set()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            group = os.getpgid(int(entry.name))
+            if group in groups and _caught_signals(entry) >> (number - 1) & 1:
+                os.kill(int(entry.name), number)
+                reached.add(group)
+    return reached
+
+
+def _caught_signals(process: Path) -> int:
+    """A bit for each signal for which the process has a handler, signal 1 being the lowest."""
+    lines = (process / "status").read_text().splitlines()
+    return next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
 
 
 def kill_marked(token: str) -> None:

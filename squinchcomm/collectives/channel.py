@@ -88,8 +88,8 @@ class Ticket:
         timeout_s: What the deadline was made from.
         started: `time.monotonic()` from which the deadline counts.
         meter: What the call has cost so far.
-        waits: If the call is recorded, seconds spent waiting by peer: for its frame, or, in waits that brought none, for each that is
-            due.
+        waits: If the call is recorded, seconds spent waiting by peer: for its frame, or, in waits that brought none, in
+            equal parts for all that are due.
         chunks: If its chunks are recorded, what has happened to them.
     """
 
@@ -300,7 +300,7 @@ class Channel:
 
 def _charge(waits: dict[int, float], peers: Collection[int], waited_s: float) -> None:
     for peer in peers:
-        waits[peer] = waits.get(peer, 0.0) + waited_s
+        waits[peer] = waits.get(peer, 0.0) + waited_s / len(peers)
 
 
 def codec_name(wire_id: int) -> str:

@@ -221,6 +221,23 @@ def test_signals_are_passed_on(script: Script, mark: str, number: signal.Signals
     assert marked(mark) == []
 
 
+def test_sigusr1_reaches_handlers_and_ends_nothing(script: Script, mark: str) -> None:
+    path = script(
+        "done = []\nif rank:\n    signal.signal(signal.SIGUSR1, lambda *_: (print('got', flush=True), done.append(1)))\n"
+        "print('ready')\nfor _ in range(400):\n    time.sleep(0.05)\n    if done or sys.stdin.read(1):\n        break"
+    )
+    process = subprocess.Popen(
+        [*CLI, "run", "-n", "2", path, mark], stdin=-1, stdout=-1, stderr=-1, text=True, env=environment()
+    )
+    assert process.stdout is not None and process.stdin is not None
+    assert [process.stdout.readline().split()[1] for _ in range(2)] == ["ready", "ready"]
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline().split() == ["[1]", "got"]
+    out, err = process.communicate("x", timeout=20)
+    assert (process.returncode, out) == (0, "")
+    assert "passed on to 1 of 2 ranks" in err and "rank 0; was SQUINCH_RECORDER_DIR set?" in err
+
+
 def test_a_second_interrupt_kills_at_once(script: Script, mark: str) -> None:
     path = script("signal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('ready')\ntime.sleep(60)")
     process = start("run", "-n", "2", "--grace", "50", path, mark)
