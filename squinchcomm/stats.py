@@ -100,7 +100,7 @@ class Durations:
         self.sum_s += other.sum_s
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Stats:
     """What a communicator has done so far; calls count when they end. Sums over all calls are properties.
 
@@ -142,6 +142,16 @@ class Stats:
     error_ratio: float | None = None
     last_end_s: float = 0.0
     _lost: set[int] = field(default_factory=set)
+
+    def __repr__(self) -> str:
+        """In a line: calls, bytes, and why some went uncompressed; all else is in the attributes."""
+        total = self.total()
+        ratio = f" ({total.raw_bytes / total.sent_bytes:.2f}x)" if total.sent_bytes else ""
+        reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.uncompressed.copy().items()))
+        return (
+            f"<Stats: {self.compressed} of {self.collectives} collectives compressed, {total.raw_bytes:,} raw bytes sent "
+            f"as {total.sent_bytes:,} on the wire{ratio}; uncompressed: {reasons or 'none'}; failed: {self.failures}>"
+        )
 
     def count(self, op: str, codec_id: int, meter: Meter, duration_s: float, ended_s: float) -> None:
         """Counts a collective that finished at `ended_s`, a time of day."""

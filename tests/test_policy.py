@@ -61,6 +61,9 @@ def test_what_stays_uncompressed_is_counted_with_its_reason() -> None:
         ):
             comm.allreduce(array, op)
         assert dict(comm.stats.uncompressed) == {"small": 1, "dtype": 1, "op": 1}
+        assert "uncompressed: dtype 1, op 1, small 1" in str(comm.stats) and str(comm.stats).count("\n") == 0
+        assert f"{comm.stats.compressed} of {comm.stats.collectives} collectives compressed" in repr(comm.stats)
+        assert f"as {comm.stats.sent_wire_bytes:,} on the wire" in str(comm.stats)
         assert comm.stats.compressed == 0 and comm.stats.collectives == 3
         comm.allreduce(np.ones(90_000, np.float32))
         assert comm.stats.compressed == 1
