@@ -95,12 +95,13 @@ def serve(port: int = 9500, address: str = "127.0.0.1") -> int | None:
 def write_textfile(path: str | Path) -> None:
     """Writes metrics once, in the text format, for node_exporter's textfile collector, which reads files that end in ".prom".
 
-    The file takes the place of an earlier one in one step. All its series have the label `rank`: node_exporter shows the files of all
-    ranks of a machine as one. Raises OSError.
+    The file takes the place of an earlier one in one step; its folder is made if need be. All its series have the label `rank`:
+    node_exporter shows the files of all ranks of a machine as one. Raises OSError.
     """
     from prometheus_client import write_to_textfile
 
     info = roster.rank_info()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_to_textfile(str(path), _Labelled(registry(), str(info.rank if info else 0)))
 
 
@@ -171,7 +172,9 @@ class _Writer:
             self._failed = False
         except OSError as error:
             if not self._failed:
-                log.warning("metrics cannot be written to %s: %s; trying on every %g s", self._path, error, WRITE_PERIOD_S)
+                # The error itself may name a temporary file.
+                reason = error.strerror or error
+                log.warning("metrics cannot be written to %s: %s; trying on every %g s", self._path, reason, WRITE_PERIOD_S)
             self._failed = True
 
 

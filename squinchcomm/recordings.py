@@ -84,7 +84,8 @@ class CallLine(msgspec.Struct, tag="call", tag_field="line", omit_defaults=True)
         encode_s: Seconds spent encoding.
         decode_s: Seconds spent decoding and reducing.
         wait_s: Seconds spent waiting.
-        waits: Of these, for which peer: a wait is that for the peer whose frame ended it, or in equal parts for all that are due if none came.
+        waits: Of these, for which peer: a wait is that for the peer whose frame ended it, or, if none came, in equal parts for all
+            that are due.
         error: Kind of the error that ended it.
         message: Its text.
         blames: The rank that the error names.

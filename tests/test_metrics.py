@@ -374,9 +374,14 @@ def test_a_text_file_for_node_exporter(tmp_path: Path, caplog: pytest.LogCapture
     assert {f"squinchcomm_{name}" for name in TABLE} == {family.name for family in families}
     assert all(sample.labels["rank"] == "0" for family in families for sample in family.samples)
     with caplog.at_level(logging.WARNING, "squinchcomm"):
-        run_world(1, lambda comm: comm.barrier(), metrics_file=tmp_path / "nowhere" / "x.prom")
+        run_world(1, lambda comm: comm.barrier(), metrics_file=tmp_path / "new" / "x.prom")
         metrics.stop()
-    assert len([record for record in caplog.records if "nowhere" in record.message]) == 1
+        assert (tmp_path / "new" / "x.0.prom").is_file() and not caplog.records
+        (tmp_path / "file").write_text("")
+        run_world(1, lambda comm: comm.barrier(), metrics_file=tmp_path / "file" / "x.prom")
+        metrics.stop()
+    (message,) = [record.message for record in caplog.records]
+    assert f"{tmp_path / 'file' / 'x.0.prom'}: " in message and ".tmp" not in message
 
 
 FORK = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 import threading
@@ -85,6 +86,8 @@ def test_calls_before_a_timeout_are_written_while_others_still_wait(tmp_path: Pa
     failed, waiting = recording.calls[2], recording.calls[3]
     assert (failed.state, failed.error, failed.blames, waiting.state) == ("failed", "CollectiveTimeout", 2, "queued")
     assert 2 in failed.due and failed.waits[2] > 0.1
+    assert re.search(r"still waiting for (rank 2: look at what it is|ranks 1, 2: look at what they are) doing", failed.message)
+    assert "`squinchcomm trace` tells who is behind" in failed.message
     assert not failed.message.startswith("not started")
     assert files(tmp_path)[0].header.closed and files(tmp_path)[0].calls[2].state == "failed"
 
@@ -169,11 +172,11 @@ def test_damaged_files_are_read_as_far_as_they_go(tmp_path: Path) -> None:
     assert [len(each.calls) for each in found] == [5]
     assert any("line 7" in text for text in found[0].damage) and any("5 of 10 calls" in text for text in found[0].damage)
     assert len(problems) == 3 and any(second.name in text for text in problems)
-    with pytest.raises(ConfigError, match="is no folder.*no rank has written yet"):
+    with pytest.raises(ConfigError, match=r"is no folder.*no rank has written yet"):
         recordings.read_folder(tmp_path / "nowhere")
     for path in tmp_path.iterdir():
         path.unlink()
-    with pytest.raises(ConfigError, match="holds no recordings.*another SQUINCH_RECORDER_DIR"):
+    with pytest.raises(ConfigError, match=r"holds no recordings.*another SQUINCH_RECORDER_DIR"):
         recordings.read_folder(tmp_path)
 
 

@@ -241,11 +241,12 @@ class Channel:
         if self.abort_reason is not None:
             raise self._error(CommunicatorAborted, f"aborted: {self.abort_reason}", ticket)
         if time.monotonic() >= ticket.deadline:
-            names = ", ".join(map(str, sorted(peers)))
+            names = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, sorted(peers)))}"
             raise self._error(
                 CollectiveTimeout,
-                f"no end after {ticket.timeout_s:g} s; still waiting for rank {names}: look at what it is doing "
-                "(did it make this call?), or raise timeout_s",
+                f"no end after {ticket.timeout_s:g} s; still waiting for {names}: look at what "
+                f"{'they are' if len(peers) > 1 else 'it is'} doing (was this call made there?), or raise timeout_s; "
+                "with SQUINCH_RECORDER_DIR set, `squinchcomm trace` tells who is behind",
                 ticket,
                 min(peers, default=None),
             )
