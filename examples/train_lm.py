@@ -236,6 +236,8 @@ def main(arguments: list[str] | None = None) -> tuple[float, bytes]:
         step = load(checkpoint, model, optimizer, hook)
     size = sum(parameter.numel() for parameter in model.parameters())
     log(f"{size / 1e6:.2f} M parameters, {world_size} ranks, backend {options.backend}, hook {options.hook}, from step {step}")
+    if step >= options.steps:
+        log(f"nothing left to do: the checkpoint has {step} of {options.steps} steps")
 
     validation, losses, seconds = math.nan, [], 0.0
     while step < options.steps:

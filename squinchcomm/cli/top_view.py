@@ -61,7 +61,7 @@ def headline(rows: list[Row], trouble: str | None) -> str:
     if missing and size > len(rows):
         from squinchcomm.cli.trace_compare import named
 
-        parts.append(f"no target is {named(missing)}")
+        parts.append(f"no target was given, or answers, for {named(missing)}")
     if behind := [str(row.rank) for row in alive if row.behind]:
         parts.append(f"behind: {', '.join(behind)}")
     if any(row.failures for row in rows):

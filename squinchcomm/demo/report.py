@@ -81,6 +81,7 @@ def picture(runs: list[Run], path: Path, *, ranks: int, link_rate: str) -> None:
     from matplotlib import pyplot
 
     figure, (by_step, by_time, wire) = pyplot.subplots(1, 3, figsize=(16, 5), layout="constrained")
+    longest_s = max(sum(run.compute_s) + sum(run.communication_s) for run in runs)
     for run, colour, (style, width) in zip(runs, _COLOURS, _STYLES, strict=False):
         name = label(run.codec)
         clock = list(accumulate(map(sum, zip(run.compute_s, run.communication_s, strict=True))))
@@ -107,9 +108,10 @@ def picture(runs: list[Run], path: Path, *, ranks: int, link_rate: str) -> None:
         wire.plot(clock, sent, color=colour, linewidth=2, label=name)
         alone = not sent[-1]  # one rank sends nothing
         less = "" if run is runs[0] or alone else f", {sum(runs[0].wire_bytes) / sum(run.wire_bytes):.1f}x less"
-        end = {"xytext": (-6, 0), "ha": "right"} if run is runs[0] else {"xytext": (6, 0), "ha": "left"}
+        # Above the end of the line, and away from the nearer edge.
+        side = "right" if clock[-1] > longest_s / 2 else "left"
         wire.annotate(
-            f"{sent[-1]:.3g} GB{less}", (clock[-1], sent[-1]), textcoords="offset points", va="center", color=colour, **end
+            f"{sent[-1]:.3g} GB{less}", (clock[-1], sent[-1]), (0, 4), textcoords="offset points", ha=side, color=colour
         )
     for axes, title, x, y in (
         (by_step, "Loss by step", "optimizer step", "loss (nats per byte)"),
@@ -121,7 +123,7 @@ def picture(runs: list[Run], path: Path, *, ranks: int, link_rate: str) -> None:
         axes.grid(alpha=0.25)
         axes.legend(frameon=False)
     wire.legend(frameon=False, loc="upper left")
-    wire.set_ylim(bottom=0)
+    wire.set_ylim(0, 1.1 * wire.get_ylim()[1])
     for axes in (by_step, by_time):
         axes.set_ylim(*_loss_limits(runs))
     figure.suptitle(

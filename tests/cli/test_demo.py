@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -82,10 +83,23 @@ def test_table_compares_the_runs() -> None:
     assert "2.00x" in text  # step time
 
 
-def test_picture_is_a_png(tmp_path: Path) -> None:
+def test_picture_is_a_png(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    report.picture([a_run("none"), a_run("squinch6")], tmp_path / "new" / "demo.png", ranks=4, link_rate="1Gbit")
+    from matplotlib import pyplot
+
+    figures: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    for waiting_s in (0.05, 0.19, 0.2):  # a run that ends early, or as late as the first
+        runs = [a_run("none"), replace(a_run("squinch6"), communication_s=[waiting_s] * 4)]
+        report.picture(runs, tmp_path / "new" / "demo.png", ranks=4, link_rate="1Gbit")
+        wire = figures[-1].axes[2]
+        assert len(wire.texts) == 2
+        for text in wire.texts:
+            edges, inside = text.get_window_extent(), wire.get_window_extent()
+            assert inside.x0 <= edges.x0 and edges.x1 <= inside.x1 and edges.y1 <= inside.y1, text
     assert (tmp_path / "new" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.undo()
+    pyplot.close("all")
 
 
 def test_picture_of_one_rank_that_sends_nothing(tmp_path: Path) -> None:

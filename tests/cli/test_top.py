@@ -286,7 +286,11 @@ def test_a_rank_that_ends_keeps_its_last_numbers() -> None:
     first, last = board.rows()
     assert (first.rank, last.rank, last.problem) == (0, 3, "Connection refused")
     lines = as_lines(board.rows(), "trying")
-    assert "1 of 4 ranks answer" in lines[0] and "no target is ranks 1, 2" in lines[0] and lines[0].endswith("trying")
+    assert (
+        "1 of 4 ranks answer" in lines[0]
+        and "no target was given, or answers, for ranks 1, 2" in lines[0]
+        and lines[0].endswith("trying")
+    )
     assert lines[3].split()[0] == "3" and "down: Connection refused" in lines[3]
 
 

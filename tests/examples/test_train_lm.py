@@ -138,12 +138,13 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     outputs = []
-    for folder in ("killed", "whole"):
+    for folder in ("killed", "whole", "whole"):
         process = started("python examples/train_lm.py", tmp_path, *arguments, folder)
         outputs.append(process.communicate(timeout=60)[0])
         assert process.returncode == 0, outputs[-1]
     assert re.search(r"from step [24]0", outputs[0])
     assert "from step 0" in outputs[1]
+    assert "nothing left to do: the checkpoint has 60 of 60 steps" in outputs.pop()
     last = [output.splitlines()[-2] for output in outputs]
     assert last[0] == last[1]
     assert "validation loss" in last[0]
