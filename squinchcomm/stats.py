@@ -146,7 +146,7 @@ class Stats:
     def __repr__(self) -> str:
         """In a line: calls, bytes, and why some went uncompressed; all else is in the attributes."""
         total = self.total()
-        ratio = f" ({total.raw_bytes / total.sent_bytes:.2f}x)" if total.sent_bytes else ""
+        ratio = f" ({total.raw_bytes / total.sent_bytes:.2f}x)" if total.raw_bytes else ""
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.uncompressed.copy().items()))
         return (
             f"<Stats: {self.compressed} of {self.collectives} collectives compressed, {total.raw_bytes:,} raw bytes sent "
