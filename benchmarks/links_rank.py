@@ -87,7 +87,8 @@ class Rank:
         self.buffers: dict[str, Any] = {"float32": np.empty(count, np.float32)}
 
     def measure(self, *, contenders: list[str], repeats: int, check: bool) -> dict[str, Any]:
-        """Runs each contender once a repeat, in turn, after a barrier each. Seconds, interface bytes, and the check of one result."""
+        """Runs each contender once a repeat, in turn, after a barrier each. Moments, seconds, interface bytes, a check."""
+        starts: dict[str, list[float]] = {name: [] for name in contenders}
         times: dict[str, list[float]] = {name: [] for name in contenders}
         sent: dict[str, list[int]] = {name: [] for name in contenders}
         checks = {}
@@ -99,10 +100,11 @@ class Rank:
                 bytes_before, start = sent_bytes(self.interface), time.perf_counter()
                 call()
                 times[name].append(time.perf_counter() - start)
+                starts[name].append(start)
                 sent[name].append(sent_bytes(self.interface) - bytes_before)
                 if check and repeat == 0:
                     checks[name] = self._check(result())
-        return {"times": times, "sent": sent, "checks": checks}
+        return {"starts": starts, "times": times, "sent": sent, "checks": checks}
 
     def memory(self, *, contender: str) -> dict[str, int]:
         """Bytes that one all-reduce adds to this process at its peak, beyond what it held before, the input included."""

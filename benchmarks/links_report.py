@@ -40,7 +40,10 @@ _WORST_BOUND = {
 
 @dataclass(frozen=True)
 class Row:
-    """One contender at one size on one kind of link. Times are medians over repeats of the slowest rank's, in seconds."""
+    """One contender at one size on one kind of link.
+
+    Times are medians over repeats, from the last rank's call to the last rank's return, in seconds.
+    """
 
     link: str
     rate: float | None  # bits/s
@@ -74,7 +77,7 @@ def rows(
     """Rows of one cell from what the ranks answered."""
     ranks = len(answers)
     hosts = hosts or ranks
-    times = {name: np.array([answer["times"][name] for answer in answers]).max(axis=0) for name in answers[0]["times"]}
+    times = {name: _span(answers, name) for name in answers[0]["times"]}
     made = []
     for name, seconds in times.items():
         low, middle, high = (float(value) for value in np.percentile(seconds, (25, 50, 75)))
@@ -112,6 +115,14 @@ def rows(
             )
         )
     return made
+
+
+def _span(answers: list[dict[str, Any]], name: str) -> np.ndarray:
+    """Seconds from the last rank's call to the last rank's return, of each repeat. All ranks read the same clock."""
+    starts = np.array([answer["starts"][name] for answer in answers])
+    ends = starts + np.array([answer["times"][name] for answer in answers])
+    span: np.ndarray = ends.max(axis=0) - starts.max(axis=0)
+    return span
 
 
 def _median_and_quartiles(values: np.ndarray) -> tuple[float, float, float]:
@@ -169,7 +180,8 @@ def header(settings: dict[str, Any]) -> list[str]:
         f"Linux {settings['kernel']}, Python {settings['python']}",
         f"# {versions}",
         f"# links: {settings['links']}",
-        "# all-reduce, sum. size: bytes of the float32 array, whatever is sent. time: median over n repeats of the slowest rank's time.",
+        "# all-reduce, sum. size: bytes of the float32 array, whatever is sent.",
+        "# time: median over n repeats, from the last rank's call to the last rank's return.",
         "# Contenders take turns, repeat by repeat, in the same processes; ratios are medians over pairs (above 1: faster than gloo).",
         "# Codecs apply from 64 KiB on: below, squinch6 is lossless too.",
         "# gloo-bf16 gets its input in bfloat16 already: conversion from and to float32 is not counted against it.",

@@ -26,7 +26,11 @@ GOOD = {"square_error": 0.0, "square_sum": 1.0, "worst": 0.0, "checksum": 7}
 def answers(times: dict[str, list[list[float]]]) -> list[dict[str, dict[str, list[float]]]]:
     ranks = len(next(iter(times.values())))
     return [
-        {"times": {name: each[rank] for name, each in times.items()}, "sent": {name: [0] for name in times}}
+        {
+            "starts": {name: [0.0] * len(each[rank]) for name, each in times.items()},
+            "times": {name: each[rank] for name, each in times.items()},
+            "sent": {name: [0] for name in times},
+        }
         for rank in range(ranks)
     ]
 
@@ -40,6 +44,13 @@ def test_a_row_takes_the_slowest_rank_and_pairs_repeats() -> None:
     assert base.algbw == base.busbw == 10**9 / 5.0
     assert ours.speedup["gloo-f32"][0] == 4.0  # of 5, 3 and 4
     assert base.speedup == {}
+
+
+def test_a_rank_that_comes_late_costs_the_others_nothing() -> None:
+    early, late = answers({"none": [[3.0], [1.0]]})
+    early["starts"]["none"], late["starts"]["none"] = [10.0], [12.0]
+    (row,) = links_report.rows("1Gbit", 1e9, 64, [early, late], [{"none": GOOD}] * 2)
+    assert row.raw_s == [1.0]
 
 
 @pytest.mark.parametrize(

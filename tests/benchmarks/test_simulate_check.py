@@ -21,7 +21,10 @@ DEMANDS = np.array([[1.0, frames, size] for frames in (1, 3, 7) for size in (0.0
 
 
 def measured(contender: str, size: int, ranks: int, hosts: int) -> links_report.Row:
-    answers = [{"times": {contender: [0.010, 0.030, 0.020]}, "sent": {contender: [0]}} for _ in range(ranks)]
+    answers = [
+        {"starts": {contender: [0.0] * 3}, "times": {contender: [0.010, 0.030, 0.020]}, "sent": {contender: [0]}}
+        for _ in range(ranks)
+    ]
     good = {contender: {"square_error": 0.0, "square_sum": 1.0, "worst": 0.0, "checksum": 7}}
     (row,) = links_report.rows("1Gbit", 1e9, size, answers, [good] * ranks, hosts)
     return row
