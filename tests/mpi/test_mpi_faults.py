@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,10 @@ def fault(
     program = ["-m", "mpi4py", "fault_ranks.py"] if run_module else ["fault_ranks.py"]
     ended = jobs.run(jobs.find(name), ranks, *program, how, json.dumps(settings), options=options, timeout_s=60.0)
     events: dict[str, dict[int, Any]] = {}
-    for line in ended.out.splitlines():
-        if line.startswith("{"):
-            event = json.loads(line)
-            events.setdefault(event["event"], {})[event.get("rank", 1)] = event
+    # A launcher may run the lines of several ranks together.
+    for text in re.findall(r"\{[^{}]*\}", ended.out):
+        event = json.loads(text)
+        events.setdefault(event["event"], {})[event.get("rank", 1)] = event
     assert how in events, ended
     return ended, events
 
@@ -68,7 +70,12 @@ def test_a_hung_rank_is_a_timeout_and_the_job_ends_although_it_never_answers(nam
 
 
 def _ranks_left() -> list[str]:
-    """Processes of the program that have outlived their job."""
+    """Processes of the program that have outlived their job by 5 s: what was killed takes a moment to die."""
     program = str(Path(__file__).with_name("fault_ranks.py"))
-    listed = subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in listed.splitlines() if program in line and line.split()[1][0] != "Z"]
+    until = time.monotonic() + 5.0
+    while True:
+        listed = subprocess.run(["ps", "-eo", "pid,stat,args"], capture_output=True, text=True, check=True).stdout
+        left = [line for line in listed.splitlines() if program in line and line.split()[1][0] != "Z"]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.1)
