@@ -12,7 +12,7 @@ import msgspec
 from .base import Transport
 from .mpi_world import MPI, MpiWorld, describe, is_process_failure
 from .shared_memory import Arena
-from .shared_payloads import Reading, SharedPayloads
+from .shared_payloads import JOIN_BELOW, Reading, SharedPayloads
 
 # Every message starts with: receiver's session, sender's rank, frames of yours that I released, payloads in your memory that I
 # finished, payload bytes, header bytes, kind.
@@ -21,7 +21,6 @@ PREFIX_BYTES = PREFIX.size
 WHOLE, SPLIT, IN_PLACE, CREDIT, HELLO, GOODBYE, VANISHED, FAREWELL = range(8)
 OFFSET = struct.Struct("<Q")  # behind the header of an IN_PLACE frame: where in its sender's memory the payload lies
 
-JOIN_BELOW = 32 << 10  # smaller payloads travel in one message with their header
 MAX_HEADER_BYTES = Transport.MAX_HEADER_BYTES
 SLOT_BYTES = PREFIX_BYTES + MAX_HEADER_BYTES + JOIN_BELOW
 DIED = "its process died"

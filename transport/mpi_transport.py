@@ -6,14 +6,14 @@ import mmap
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 from squinchcomm.errors import CommunicatorAborted, WireFormatError
 
 from .backoff import Backoff
-from .base import Frame, Transport
+from .base import Frame
 from .mpi_caretaker import adopt, dismiss
 from .mpi_link import (
     CREDIT,
@@ -22,7 +22,6 @@ from .mpi_link import (
     GOODBYE,
     HELLO,
     IN_PLACE,
-    JOIN_BELOW,
     OFFSET,
     PREFIX,
     PREFIX_BYTES,
@@ -36,8 +35,7 @@ from .mpi_link import (
 )
 from .mpi_world import MPI, describe, is_process_failure
 from .options import TransportOptions
-from .shared_memory import Slot
-from .shared_payloads import Reading
+from .shared_payloads import JOIN_BELOW, Reading, SharingTransport
 
 _REASONS = {GOODBYE: "closed its communicator", VANISHED: "connection closed"}
 _BROKE = "broke the transport protocol"
@@ -67,7 +65,7 @@ class InPlaceFrame(MpiFrame):
     in_place = True
 
 
-class MpiTransport(Transport):
+class MpiTransport(SharingTransport):
     """One endpoint of an MPI process: its tags of the world's communicator, and a link to each peer."""
 
     name = "mpi"
@@ -131,14 +129,6 @@ class MpiTransport(Transport):
         return [link.rank for link in self._peers if not link.greeted]
 
     # --- sending
-
-    def allocate(self, nbytes: int, peers: Collection[int]) -> Slot | None:
-        if nbytes < JOIN_BELOW or self._near.isdisjoint(peers):
-            return None
-        slot = None if self._arena is None or self.sharing.isdisjoint(peers) else self._arena.allocate(nbytes)
-        if slot is None:
-            self.unshared_payloads += 1
-        return slot
 
     def can_send(self, peer: int) -> bool:
         link = self._link(peer)

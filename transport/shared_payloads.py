@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
-from .shared_memory import Arena, Doorway, supported
+from .base import Transport
+from .shared_memory import Arena, Doorway, Slot, supported
 
 log = logging.getLogger("squinchcomm.transport")
 
 _ARENA_BYTES = 256 << 20  # address space; memory is used as payloads need it
 _MASK = 0xFFFFFFFF
+JOIN_BELOW = 32 << 10  # bytes; smaller payloads travel in one message with their header
 
 
 class Reading:
@@ -72,6 +75,21 @@ class SharedPayloads:
         while self._reading and self._reading[0].finished:
             self._reading.popleft()
             self.finished = self.finished + 1 & _MASK
+
+
+class SharingTransport(Transport):
+    """A transport whose ranks of one host read payloads in each other's memory."""
+
+    _arena: Arena | None  # this rank's memory
+    _near: frozenset[int]  # peers on this host, whether or not they share memory
+
+    def allocate(self, nbytes: int, peers: Collection[int]) -> Slot | None:
+        if nbytes < JOIN_BELOW or self._near.isdisjoint(peers):
+            return None
+        slot = None if self._arena is None or self.sharing.isdisjoint(peers) else self._arena.allocate(nbytes)
+        if slot is None:
+            self.unshared_payloads += 1
+        return slot
 
 
 def open_doorway(session: int) -> Doorway | None:

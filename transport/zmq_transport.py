@@ -6,7 +6,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -17,11 +17,11 @@ import zmq
 from squinchcomm.errors import CommunicatorAborted, WireFormatError
 
 from .address import Address
-from .base import Frame, Transport
+from .base import Frame
 from .options import TransportOptions
 from .pacer import Pacer, acquire_pacer, release_pacer
-from .shared_memory import Arena, Slot
-from .shared_payloads import Reading, SharedPayloads
+from .shared_memory import Arena
+from .shared_payloads import JOIN_BELOW, Reading, SharedPayloads, SharingTransport
 from .zmq_context import ForkAware, watch_fork
 from .zmq_link import PeerLink
 
@@ -35,7 +35,6 @@ _PREFIX_BYTES = _PREFIX.size
 _WHOLE, _SPLIT, _IN_PLACE, _CREDIT, _GOODBYE, _HELLO = range(6)
 _SPAN = struct.Struct("<QQ")  # where in its sender's memory the payload of an _IN_PLACE message lies, and its size
 
-_JOIN_BELOW = 32 << 10  # smaller payloads travel in one part with their header
 _SLICE_S = 0.05  # how long a wait sleeps before it looks after lost peers
 _LAST_FRAME_S = 0.1  # for what the pacer has just released to leave
 _BROKE = "broke the transport protocol"
@@ -79,7 +78,7 @@ class InPlaceFrame(ZmqFrame):
         super().release()
 
 
-class ZmqTransport(Transport, ForkAware):
+class ZmqTransport(SharingTransport, ForkAware):
     """One bound PULL socket that all peers send to, one PUSH socket to each peer."""
 
     name = "zmq"
@@ -135,14 +134,6 @@ class ZmqTransport(Transport, ForkAware):
 
     # --- sending
 
-    def allocate(self, nbytes: int, peers: Collection[int]) -> Slot | None:
-        if nbytes < _JOIN_BELOW or self._near.isdisjoint(peers):
-            return None
-        slot = None if self._arena is None or self.sharing.isdisjoint(peers) else self._arena.allocate(nbytes)
-        if slot is None:
-            self.unshared_payloads += 1
-        return slot
-
     def can_send(self, peer: int) -> bool:
         link = self._peer(peer)
         return link.sent - link.acked < self.window or link.lost is not None
@@ -160,7 +151,7 @@ class ZmqTransport(Transport, ForkAware):
         link.sent += 1
         link.reported = link.released
         self._sent_bytes[peer] += _PREFIX_BYTES + header_bytes + size
-        if size < _JOIN_BELOW:
+        if size < JOIN_BELOW:
             self._put(link, b"".join((self._prefix(link, header_bytes, _WHOLE), header, payload)))
         elif link.shared is not None and self._arena is not None and (offset := self._arena.offset(payload)) is not None:
             link.shared.lend(payload)
@@ -399,7 +390,7 @@ class ZmqTransport(Transport, ForkAware):
 
 def max_message_bytes(options: TransportOptions) -> int:
     """The largest message part that an honest peer sends, CURVE's wrapping of 33 bytes included."""
-    return max(options.max_payload_bytes, _JOIN_BELOW + 4096 + _PREFIX_BYTES) + 64
+    return max(options.max_payload_bytes, JOIN_BELOW + 4096 + _PREFIX_BYTES) + 64
 
 
 def put(link: PeerLink, first: bytes, payload: Any = None, borrow: bool = False) -> zmq.MessageTracker | None:

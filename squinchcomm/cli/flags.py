@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 
@@ -62,3 +63,16 @@ def check_writable(flag: str, path: Path) -> None:
         ) from None
     if not existed:
         path.unlink()
+
+
+def check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
+    """Raises ConfigError unless what `-J` and `--plot` ask for can be written, before any work is done."""
+    if json_file is not None:
+        check_writable("-J", json_file)
+    if plot_file is None:
+        return
+    if plot_file.suffix.lower() != ".png":
+        raise ConfigError(f"--plot {plot_file}: give a file that ends in .png")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib; install with: pip install '.[demo]' in the checkout, or leave --plot out")
+    check_writable("--plot", plot_file)

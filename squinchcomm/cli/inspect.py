@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib.util
 import json
 import math
 import sys
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from squinchcomm.cli.flags import check_writable, listed
+from squinchcomm.cli.flags import check_outputs, listed
 from squinchcomm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,15 +94,7 @@ def _check_flags(sort: str, max_elements: int, min_snr: float, json_file: Path |
         raise ConfigError(f"--max-elements {max_elements}: give a number of elements, or 0 for all")
     if not math.isfinite(min_snr):
         raise ConfigError(f"--min-snr {min_snr}: give a number of dB")
-    if json_file is not None:
-        check_writable("-J", json_file)
-    if plot_file is None:
-        return
-    if plot_file.suffix.lower() != ".png":
-        raise ConfigError(f"--plot {plot_file}: give a file that ends in .png")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; install with: pip install '.[demo]' in the checkout, or leave --plot out")
-    check_writable("--plot", plot_file)
+    check_outputs(json_file, plot_file)
 
 
 def _selected(opened: GradientFile, only: list[str] | None) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from squinchcomm.cli.flags import check_writable, listed, sizes
+from squinchcomm.cli.flags import check_outputs, listed, sizes
 from squinchcomm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +69,7 @@ def simulate(
     wanted = sizes(min_bytes, max_bytes, step_factor)
     if dtype not in _ITEMSIZES:
         raise ConfigError(f"-d {dtype}: there are {', '.join(_ITEMSIZES)}")
-    _check_files(json_file, plot_file)
+    check_outputs(json_file, plot_file)
     changes = _changes(
         latency_s=("--latency", latency, 1e-6),
         local_latency_s=("--local-latency", local_latency, 1e-6),
@@ -130,18 +129,6 @@ def _rate(text: str) -> float:
         return parse_rate(text)
     except ConfigError as error:
         raise ConfigError(f"--link: {error}") from None
-
-
-def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
-    if json_file is not None:
-        check_writable("-J", json_file)
-    if plot_file is None:
-        return
-    if plot_file.suffix.lower() != ".png":
-        raise ConfigError(f"--plot {plot_file}: give a file that ends in .png")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; install with: pip install '.[demo]' in the checkout, or leave --plot out")
-    check_writable("--plot", plot_file)
 
 
 def _changes(**given: tuple[str, float | None, float]) -> dict[str, Any]:
