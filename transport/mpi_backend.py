@@ -14,13 +14,14 @@ from squinchcomm.errors import ConfigError, PeerLost
 from .address import MAX_ADDRESS_BYTES, host_identity
 from .base import Backend, Listener, Transport
 from .mpi_link import Inbox, MpiAddress, MpiLink
+from .mpi_pieces import piece_bytes
 from .mpi_transport import MpiTransport
 from .mpi_world import MpiWorld, join_world, wait_until
 from .options import TransportOptions
 from .shared_memory import Arena
 from .shared_payloads import SharedPayloads, open_doorway
 
-_ADDRESS_VERSION = 1
+_ADDRESS_VERSION = 2
 _JOIN_TIMEOUT_S = 60.0
 
 
@@ -45,6 +46,7 @@ class MpiListener(Listener):
             host=options.host if options.host is not None else host_identity(),
             uid=os.getuid(),
             doorway=self._doorway.name if self._doorway is not None else None,
+            piece_bytes=piece_bytes(),
         )
         self.address = msgspec.msgpack.encode(self._own)
         self._open = True
@@ -87,11 +89,12 @@ class MpiListener(Listener):
         group = [self._read(blob, peer) for peer, blob in enumerate(addresses)]
         if group[rank] != self._own:
             raise ConfigError(f"rank {rank} listens elsewhere than at addresses[{rank}]")
-        return [
-            MpiLink(peer, each, near=self._options.shared_memory and (each.host, each.uid) == (self._own.host, self._own.uid))
-            for peer, each in enumerate(group)
-            if peer != rank
-        ]
+        return [self._link(peer, each) for peer, each in enumerate(group) if peer != rank]
+
+    def _link(self, peer: int, address: MpiAddress) -> MpiLink:
+        own = self._own
+        near = self._options.shared_memory and (address.host, address.uid) == (own.host, own.uid)
+        return MpiLink(peer, address, near, 0 if address.host == own.host else min(address.piece_bytes, own.piece_bytes))
 
     def _share_memory(self, rank: int, links: Sequence[MpiLink], timeout_s: float) -> Arena | None:
         """Maps the memory of the peers on this host, and they ours; None if there are none."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from .base import Transport
+from .mpi_pieces import Pieces, cut
 from .mpi_world import MPI, MpiWorld, describe, is_process_failure
 from .shared_memory import Arena
 from .shared_payloads import JOIN_BELOW, Reading, SharedPayloads
@@ -66,6 +67,7 @@ class MpiAddress(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     host: Annotated[str, msgspec.Meta(max_length=256)]
     uid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     doorway: Annotated[str, msgspec.Meta(pattern="^squinchcomm-[0-9a-f]{32}$")] | None  # see shared_memory.Doorway
+    piece_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
 
 
 class Arrival(NamedTuple):
@@ -73,13 +75,13 @@ class Arrival(NamedTuple):
 
     Attributes:
         memory: What to give back when it is released, if its payload did not come in that message.
-        request: The receive of its payload, if that is on its way.
+        request: The receives of its payload, if that is on its way.
     """
 
     header: bytes
     payload: memoryview
     memory: mmap.mmap | Reading | None = None
-    request: MPI.Request | None = None
+    request: Pieces | None = None
 
 
 class MpiLink:
@@ -103,22 +105,23 @@ class MpiLink:
     """
 
     __slots__ = (
-        "acked", "arriving", "dest", "doorway", "greeted", "leaving", "loans", "lost", "near", "outgoing", "rank", "received",
-        "released", "reported", "sent", "session", "shared", "silent", "tag",
+        "acked", "arriving", "dest", "doorway", "greeted", "leaving", "loans", "lost", "near", "outgoing", "piece_bytes", "rank",
+        "received", "released", "reported", "sent", "session", "shared", "silent", "tag",
     )  # fmt: skip
 
-    def __init__(self, rank: int, address: MpiAddress, near: bool) -> None:
+    def __init__(self, rank: int, address: MpiAddress, near: bool, piece_bytes: int) -> None:
         self.rank = rank
         self.dest = address.dest
         self.tag = address.tag
         self.session = address.session
         self.doorway = address.doorway
         self.near = near
+        self.piece_bytes = piece_bytes
         self.shared: SharedPayloads | None = None
         self.sent = self.acked = self.received = self.released = self.reported = 0
         self.arriving: deque[Arrival] = deque()
-        self.outgoing: deque[tuple[MPI.Request, Any]] = deque()
-        self.loans: deque[tuple[MPI.Request, Any]] = deque()
+        self.outgoing: deque[tuple[MPI.Request | Pieces, Any]] = deque()
+        self.loans: deque[tuple[MPI.Request | Pieces, Any]] = deque()
         self.greeted = self.silent = False
         self.leaving: str | None = None
         self.lost: str | None = None
@@ -138,6 +141,25 @@ class MpiLink:
         self.acked = message.released
         return None
 
+    def put(self, comm: MPI.Intracomm, message: bytes) -> None:
+        """Sends a first message, or a bare one."""
+        try:
+            request = comm.Isend([message, MPI.BYTE], self.dest, self.tag)
+            if not request.Test():
+                self.outgoing.append((request, message))
+        except MPI.Exception as error:
+            self.fail(error)
+
+    def put_payload(self, comm: MPI.Intracomm, own_rank: int, payload: memoryview, borrow: bool) -> None:
+        """Sends a payload whose first message is on its way."""
+        pieces = Pieces()
+        (self.loans if borrow else self.outgoing).append((pieces, payload))
+        try:
+            for part in cut(payload, self.piece_bytes):
+                pieces.add(comm.Isend([part, MPI.BYTE], self.dest, self.tag + 1 + own_rank))
+        except MPI.Exception as error:
+            self.fail(error)
+
     def forget_sent(self) -> None:
         """Lets go of memory that has left."""
         for queue in (self.outgoing, self.loans):
@@ -154,7 +176,7 @@ class MpiLink:
         if self.leaving is None:
             self.leaving = DIED if is_process_failure(error) else describe(error)
 
-    def unfinished(self) -> list[tuple[MPI.Request, Any]]:
+    def unfinished(self) -> list[tuple[MPI.Request | Pieces, Any]]:
         """Requests whose memory MPI may still touch."""
         payloads = [(arrival.request, arrival.memory) for arrival in self.arriving if arrival.request is not None]
         return [*self.outgoing, *self.loans, *payloads]
@@ -194,7 +216,16 @@ class Inbox:
         self._requests[self._oldest] = self._post(self._buffers[self._oldest])
         self._oldest = (self._oldest + 1) % len(self._buffers)
 
-    def borrow(self, nbytes: int) -> mmap.mmap:
+    def receive(self, link: MpiLink, header: bytes, nbytes: int) -> Arrival:
+        """Posts receives for the payload of a peer's frame."""
+        memory = self._borrow(nbytes)
+        payload = memoryview(memory)[:nbytes]
+        pieces = Pieces()
+        for part in cut(payload, link.piece_bytes):
+            pieces.add(self._comm.Irecv([part, MPI.BYTE], link.dest, self.tag + 1 + link.rank))
+        return Arrival(header, payload.toreadonly(), memory, pieces)
+
+    def _borrow(self, nbytes: int) -> mmap.mmap:
         """Memory for a payload of `nbytes`, or more: the next power of two."""
         size = 1 << (nbytes - 1).bit_length()
         spare = self._spare.get(size)
@@ -204,7 +235,7 @@ class Inbox:
         return mmap.mmap(-1, size)
 
     def give_back(self, buffer: mmap.mmap) -> None:
-        """Keeps memory of `borrow` for the next payload of its size: fresh memory costs a fault every page."""
+        """Keeps memory of a payload for the next payload of its size: fresh memory costs a fault every page."""
         if self._spare_bytes + len(buffer) <= _SPARE_BYTES:
             self._spare_bytes += len(buffer)
             self._spare.setdefault(len(buffer), []).append(buffer)

@@ -150,13 +150,13 @@ class MpiTransport(SharingTransport):
             link.forget_sent()
             if size < JOIN_BELOW:
                 prefix = link.prefix(self.rank, WHOLE, header_bytes, size)
-                self._put(link, b"".join((prefix, header, payload)))
+                link.put(self._comm, b"".join((prefix, header, payload)))
             elif link.shared is not None and self._arena is not None and (offset := self._arena.offset(payload)) is not None:
                 link.shared.lend(payload)
-                self._put(link, link.prefix(self.rank, IN_PLACE, header_bytes, size) + header + OFFSET.pack(offset))
+                link.put(self._comm, link.prefix(self.rank, IN_PLACE, header_bytes, size) + header + OFFSET.pack(offset))
             else:
-                self._put(link, link.prefix(self.rank, SPLIT, header_bytes, size) + header)
-                self._put(link, memoryview(payload).cast("B"), tag=link.tag + 1 + self.rank, borrow=borrow)
+                link.put(self._comm, link.prefix(self.rank, SPLIT, header_bytes, size) + header)
+                link.put_payload(self._comm, self.rank, memoryview(payload).cast("B"), borrow)
 
     def flush(self, timeout_s: float) -> bool:
         started = time.monotonic()
@@ -178,17 +178,9 @@ class MpiTransport(SharingTransport):
         link.forget_sent()
         return not link.loans
 
-    def _put(self, link: MpiLink, message: Any, tag: int = -1, borrow: bool = False) -> None:
-        try:
-            request = self._comm.Isend([message, MPI.BYTE], link.dest, link.tag if tag < 0 else tag)
-            if not request.Test():
-                (link.loans if borrow else link.outgoing).append((request, message))
-        except MPI.Exception as error:
-            link.fail(error)
-
     def _send_bare(self, link: MpiLink, kind: int) -> None:
         self._sent_bytes[link.rank] += PREFIX_BYTES
-        self._put(link, link.prefix(self.rank, kind))
+        link.put(self._comm, link.prefix(self.rank, kind))
 
     # --- receiving
 
@@ -285,7 +277,8 @@ class MpiTransport(SharingTransport):
         if message.kind == WHOLE:
             self._arrive(link, Arrival(header, memoryview(bytes(slot[end:size]))))
         elif message.kind == SPLIT:
-            self._arrive(link, self._receive_payload(link, header, message.payload_bytes))
+            self._received_bytes[link.rank] += message.payload_bytes
+            self._arrive(link, self._inbox.receive(link, header, message.payload_bytes))
         else:
             self._read_in_place(link, header, OFFSET.unpack_from(slot, end)[0], message.payload_bytes)
 
@@ -296,13 +289,6 @@ class MpiTransport(SharingTransport):
             return
         self._received_bytes[link.rank] += nbytes
         self._arrive(link, Arrival(header, reading.view, reading))
-
-    def _receive_payload(self, link: MpiLink, header: bytes, nbytes: int) -> Arrival:
-        buffer = self._inbox.borrow(nbytes)
-        view = memoryview(buffer)[:nbytes]
-        self._received_bytes[link.rank] += nbytes
-        request = self._comm.Irecv([view, MPI.BYTE], link.dest, self._inbox.tag + 1 + link.rank)
-        return Arrival(header, view.toreadonly(), buffer, request)
 
     def _arrive(self, link: MpiLink, arrival: Arrival) -> None:
         """Hands a frame on, in its turn."""
@@ -330,8 +316,8 @@ class MpiTransport(SharingTransport):
                     link.fail(error)
                     arriving.clear()
                     break
-                if self._inbox.status.count != len(arrival.payload):
-                    self._violation(link, f"a payload of {self._inbox.status.count} bytes instead of {len(arrival.payload)}")
+                if arrival.request.nbytes != len(arrival.payload):
+                    self._violation(link, f"a payload of {arrival.request.nbytes} bytes instead of {len(arrival.payload)}")
             self._hand_on(link, arriving.popleft())
         if link.leaving is not None:
             self._lose(link)

@@ -6,9 +6,9 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -34,6 +34,13 @@ _LOOK_EVERY_S = 0.05
 _GRACE_S = 1.0  # rank 0 tells the others of a meeting that failed this much before they would give up themselves
 
 
+class Testable(Protocol):
+    """A request, or several."""
+
+    def Test(self) -> bool:  # noqa: N802
+        """Whether MPI is done with its memory."""
+
+
 class Reply(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What rank 0 answers at the end of a meeting: everybody's blobs, or the ranks that did not come."""
 
@@ -57,7 +64,7 @@ class MpiWorld:
         self.size = comm.Get_size()
         self.identity = b""
         self.serialized = MPI.Query_thread() < MPI.THREAD_MULTIPLE
-        self.orphans: list[tuple[MPI.Request, Any]] = []
+        self.orphans: list[tuple[Testable, Any]] = []
         self._lock = threading.RLock()
         self._guard = self._lock if self.serialized else nullcontext()
         self._meetings = 0
@@ -83,7 +90,7 @@ class MpiWorld:
             self._endpoints += 1
         return _MEETING_TAGS + place * (self.most_ranks + 1)
 
-    def leave_behind(self, requests: list[tuple[MPI.Request, Any]]) -> None:
+    def leave_behind(self, requests: Sequence[tuple[Testable, Any]]) -> None:
         """Keeps the memory of requests that may never complete for as long as MPI may touch it."""
         with self._lock:
             self.orphans = [orphan for orphan in (*self.orphans, *requests) if not _over(orphan[0])]
@@ -309,7 +316,7 @@ def _decode(message: bytes) -> Reply:
         raise WireFormatError(f"rank 0 runs another version of squinchcomm: {error}", peer=0) from None
 
 
-def _over(request: MPI.Request) -> bool:
+def _over(request: Testable) -> bool:
     try:
         return bool(request.Test())
     except MPI.Exception:

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from squinchcomm.errors import CommunicatorAborted, ConfigError, PeerLost, WireF
 from squinchcomm.joining import join
 from squinchcomm.transport.mpi_backend import MpiBackend
 from squinchcomm.transport.mpi_link import CREDIT, PREFIX
+from squinchcomm.transport.mpi_pieces import piece_bytes
 from squinchcomm.transport.mpi_world import join_world
 from squinchcomm.transport.options import TransportOptions
 
@@ -93,6 +95,31 @@ def check_no_message_exceeds_the_limit() -> None:
     comm.close()
     with pytest.raises(ConfigError, match="max_payload_bytes"):
         TransportOptions(max_payload_bytes=1 << 31)
+
+
+def check_payloads_to_another_host_go_in_pieces() -> None:
+    """Where MPI would ask before it sends a large message to another host, it gets none; on one host payloads stay whole."""
+    most = piece_bytes()
+    fabric = any(Path("/sys/class", name).exists() for name in ("infiniband", "cxi"))
+    assert most == (63 << 10 if "Open MPI" in MPI.Get_library_version() and not fabric else 0)
+    world = join_world(WORLD, 20.0)
+    payload = np.random.default_rng(1).integers(0, 256, 1_000_001, np.uint8)
+    for host, largest in ((f"host{min(RANK, 1)}", most if RANK == 0 and most else payload.nbytes), ("one", payload.nbytes)):
+        backend = MpiBackend(TransportOptions(host=host, shared_memory=False), world)
+        listener = backend.listen()
+        transport = listener.connect(RANK, world.exchange(listener.address, 20.0), 20.0)
+        recorder = transport._comm = Recorder(world.comm)
+        others = [peer for peer in range(SIZE) if peer != RANK]
+        for peer in others:
+            transport.send(peer, b"whole", payload, borrow=True)
+        for _ in others:
+            frame = transport.recv(5.0)
+            assert frame is not None and frame.header == b"whole" and np.array_equal(frame.payload, payload)
+            frame.release()
+        assert transport.flush(5.0)
+        assert recorder.largest == largest, (recorder.largest, largest)
+        WORLD.Barrier()
+        transport.close()
 
 
 def check_nothing_is_left_behind() -> None:
