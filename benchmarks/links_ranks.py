@@ -43,6 +43,8 @@ class Ranks:
         self._processes: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
         self._answers: list[queue.Queue[str]] = [queue.Queue() for _ in range(world_size)]
+        # Ranks in namespaces take each other for other hosts and would all count on all cores.
+        threads = str(max(1, len(os.sched_getaffinity(0)) // world_size))
         for rank in range(world_size):
             place = rank * len(network.names) // world_size if network else 0 if one_host else rank
             settings = {
@@ -60,7 +62,7 @@ class Ranks:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env={"SQUINCH_CODEC_THREADS": threads} | os.environ | {"OMP_NUM_THREADS": "1"},
             )
             self._processes.append(process)
             reader = threading.Thread(target=self._read, args=(rank, process), daemon=True)

@@ -67,13 +67,19 @@ def main() -> int:
     reason = netns.available()
     if reason is not None:
         raise SystemExit(f"mpi_hosts.py needs network namespaces: {reason}")
-    environment = os.environ | {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "GLOO_SOCKET_IFNAME": netns.INTERFACE,
-        "OMP_NUM_THREADS": "1",
-        "SQUINCH_SECURITY": "none",
-    }
+    # Each namespace is a host, of which all cores seem to belong to its rank.
+    threads = str(max(1, len(os.sched_getaffinity(0)) // options.hosts))
+    environment = (
+        {"SQUINCH_CODEC_THREADS": threads}
+        | os.environ
+        | {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "GLOO_SOCKET_IFNAME": netns.INTERFACE,
+            "OMP_NUM_THREADS": "1",
+            "SQUINCH_SECURITY": "none",
+        }
+    )
     with netns.Network(options.hosts) as network, named(network), tempfile.TemporaryDirectory() as folder:
         network.shape(options.rate)
         agent = Path(folder) / "agent"

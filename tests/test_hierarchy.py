@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from squinchcomm.collectives import call
 from squinchcomm.collectives.hierarchy import Topology, allreduce_shards, reduce_scatter_shards
 from squinchcomm.config import Config
 from squinchcomm.errors import CollectiveTimeout, MismatchError, PeerLost
@@ -69,8 +70,11 @@ def test_many_asynchronous_calls(world: Any) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("chunk_bytes", [2048, 8192])
-def test_small_chunks_and_windows_never_block(world: Any, chunk_bytes: int, threads: int) -> None:
+def test_small_chunks_and_windows_never_block(
+    world: Any, chunk_bytes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, size = world
+    monkeypatch.setattr(call, "POOLED_CHUNK_BYTES", 0)
 
     def body(comm: Any) -> bytes:
         values = checks.random_array(comm.rank, 100_003)

@@ -15,6 +15,11 @@ from squinchcomm.collectives.channel import Channel, ChunkEvent, Parcel, Piece, 
 from squinchcomm.errors import WireFormatError
 
 
+# Smaller chunks are not worth handing to other threads: kernels take 40 us for 1 MiB, as long as a thread takes to wake up and
+# to get hold of the interpreter.
+POOLED_CHUNK_BYTES = 2 << 20
+
+
 class Job(NamedTuple):
     """What a frame gives to do: `compute` in any thread, then `finish` in the collective's."""
 
@@ -27,12 +32,13 @@ class Call:
 
     Each peer has a queue of parcels that are ready and an iterator that makes more; ready ones go first, so that results
     overtake raw contributions. An iterator is asked for its next parcel only when the peer's window has room:
-    encoded data does not pile up. With a `pool`, chunks are encoded and decoded several at a time.
+    encoded data does not pile up. With a `pool`, large chunks are encoded and decoded several at a time.
     """
 
     def __init__(self, channel: Channel, ticket: Ticket, pool: ThreadPoolExecutor | None = None) -> None:
         self.channel = channel
-        self._pool = pool
+        self._threads = pool
+        self._pool: ThreadPoolExecutor | None = None
         self.ticket = ticket
         self.rank = channel.rank
         self.world_size = channel.world_size
@@ -43,6 +49,11 @@ class Call:
         self._queued = 0
         self._borrowed = False
         self._meter = ticket.meter
+
+    def share_work(self, chunk_bytes: int) -> None:
+        """Lets the pool work on chunks, which are of `chunk_bytes` of the user's elements, if that is worth it."""
+        if chunk_bytes >= POOLED_CHUNK_BYTES:
+            self._pool = self._threads
 
     def others(self) -> list[int]:
         """All other ranks, starting after this one, so that not everybody sends to rank 0 first."""

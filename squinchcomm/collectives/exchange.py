@@ -44,6 +44,7 @@ class Exchange:
         self._result: np.ndarray | None = None
         self._sum: np.ndarray | None = None
         self._gather_to: list[int] = []
+        call.share_work(plan.chunk * whole.itemsize)
 
     def allreduce(self) -> None:
         """`whole` becomes the reduction over all ranks."""

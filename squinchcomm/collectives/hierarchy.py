@@ -102,6 +102,7 @@ class Hierarchy:
         self._held: dict[int, dict[int, Piece]] = {}
         self._seen: set[tuple[int, int, int]] = set()
         self._result: np.ndarray | None = None
+        call.share_work(plan.chunk * whole.itemsize)
 
     def allreduce(self) -> None:
         """`whole` becomes the reduction over all ranks."""
