@@ -2,11 +2,13 @@
 
     python benchmarks/simulate_check.py                  # 2, 4 and 8 hosts, then 2 hosts of 4 ranks, three rates: about 12 minutes
     python benchmarks/simulate_check.py --report         # and a dated report in benchmarks/reports/
+    python benchmarks/simulate_check.py --rescore FILE   # what the model of today says of times measured before
     python benchmarks/simulate_check.py --worlds 1x4 --links 1Gbit --sizes 16M --budget 2
 
-Needs root and iproute2. The model's constants come from other runs than those that it predicts: exchanges of empty, medium and large frames
-(`all_to_all`) on links that do not limit them, for processor times and latency, large ones on 1 Gb/s links for efficiency and incast,
-and the kernels, alone, for the codecs. No constant is adjusted to an all-reduce.
+Needs root and iproute2. The model's constants come from other runs than those that it predicts: exchanges of empty and large frames
+(`all_to_all`) and of small chunks that are summed (`reduce_scatter`) between 2, 4 and 8 ranks on links that do not limit them, for
+processor times and latency, large ones on 1 Gb/s links for efficiency and incast, and the kernels, alone, for the codecs. No constant is
+adjusted to an all-reduce.
 """
 
 from __future__ import annotations
@@ -22,27 +24,22 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import links
 import links_report
 import netns
-import numpy as np
+from simulate_constants import FAST, SLOW, Exchange, calibrate, derive
 
-from squinchcomm.collectives.plan import Plan
 from squinchcomm.config import parse_size
-from squinchcomm.cost import DIRECT, HIERARCHICAL, PAIRWISE, Layout, Prediction, algorithms, doublings, predict
+from squinchcomm.cost import DIRECT, HIERARCHICAL, PAIRWISE, Layout, Prediction, algorithms, predict
 from squinchcomm.machine import CodecCost, Machine, measure, measure_codec
 
 KIB, MIB = 1024, 1024 * 1024
 CODECS = ["none", "squinch6"]
 WORLDS = [(1, 2), (1, 4), (1, 8), (4, 2)]  # ranks on each host, hosts
 MIN_COMPRESS_BYTES = 64 * KIB
-CALIBRATION_RANKS = (2, 4, 8)
-FAST = "10Gbit"
-_SCRIPT = str(Path(__file__).with_name("simulate_rank.py"))
-_PORT = 22999
 FLOOR, AIM = 0.25, 0.10
 
 
@@ -74,77 +71,31 @@ class Cell:
         )
 
 
+@dataclass(frozen=True)
+class Model:
+    """What predictions are made from.
+
+    Attributes:
+        machine: All of it, shared by the namespaces.
+        codecs: Costs by name.
+        burst_bytes: What each kind of link lets pass at once.
+    """
+
+    machine: Machine
+    codecs: dict[str, CodecCost]
+    burst_bytes: dict[str, float]
+
+    def predict(self, algorithm: str, layout: Layout, link: str, size: int, codec: str) -> Prediction:
+        """An all-reduce of `size` bytes of float32 between namespaces."""
+        rate = links.RATES[link] or 1e12
+        host = replace(self.machine, link_bits_per_s=rate, link_burst_bytes=self.burst_bytes[link]).divided(layout.hosts)
+        return predict(algorithm, layout, size, self.codecs[codec], host)
+
+
 COLUMNS = (
     f"{'link':>9} {'ranks':>5} {'hosts':>5} {'size(B)':>10} {'codec':<10} {'algorithm':<12} {'n':>4} {'median(us)':>11} {'fastest(us)':>11}"
     f" {'predicted(us)':>13} {'error(%)':>8} {'link(us)':>10} {'processors(us)':>14} {'exposed(us)':>12}"
 )
-
-
-def exchanges(ranks: int, rate: float | None, plan: list[tuple[int, int]]) -> list[dict[str, float]]:
-    """What `simulate_rank` measured for each of `plan` (bytes to each peer, repeats): the slowest rank's time, the mean processor time."""
-    with netns.Network(ranks) as network:
-        network.shape(rate)
-        common = {"world_size": ranks, "address": f"tcp://{network.address(0)}:{_PORT}", "interface": netns.INTERFACE}
-        processes = []
-        try:
-            for rank in range(ranks):
-                settings = json.dumps(common | {"rank": rank, "host": network.names[rank], "plan": plan})
-                command = network.command(rank, [sys.executable, _SCRIPT, settings])
-                processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-            outputs = [process.communicate(timeout=120) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    for process, (_, complaints) in zip(processes, outputs, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"a rank of the calibration failed: {complaints[-2000:]}")
-    answers = [json.loads(output) for output, _ in outputs]
-    return [
-        {"time_s": max(each["time_s"] for each in step), "processor_s": fmean(each["processor_s"] for each in step)}
-        for step in zip(*answers, strict=True)
-    ]
-
-
-def calibrate() -> tuple[Machine, dict[str, Any]]:
-    """The constants of this machine, all of it, and what they were made from."""
-    rows: list[list[float]] = []
-    times: list[float] = []
-    raw: list[dict[str, Any]] = []
-    for ranks in CALIBRATION_RANKS:
-        plan = [(0, 200), (24 * KIB, 100), (32 * MIB // (ranks - 1), 3)]
-        for (part, _), found in zip(plan, exchanges(ranks, links.RATES[FAST], plan), strict=True):
-            frames = (ranks - 1) * max(1, Plan([0, part], 1, 1).chunks(0))
-            rows.append([1.0, frames, (ranks - 1) * part])
-            times.append(found["processor_s"])
-            raw.append({"ranks": ranks, "part_bytes": part, "link": FAST} | found)
-    call_s, frame_s, byte_s = fitted(np.array(rows), np.array(times))
-    machine = replace(measure(), call_s=call_s, frame_s=frame_s, socket_bytes_per_s=1 / byte_s)
-    slow = []
-    for ranks in CALIBRATION_RANKS:
-        part = 24 * MIB // (ranks - 1)
-        (found,) = exchanges(ranks, 1e9, [(part, 5)])
-        raw.append({"ranks": ranks, "part_bytes": part, "link": "1Gbit"} | found)
-        slow.append(found["time_s"] / ((ranks - 1) * part * machine.wire_factor * 8 / 1e9))
-    efficiency = min(1.0, 1 / slow[0])
-    growth = [
-        (each * efficiency - 1) / doublings(ranks - 1) for each, ranks in zip(slow[1:], CALIBRATION_RANKS[1:], strict=True)
-    ]
-    incast = fmean(growth)
-    if incast < 0:  # two hosts alone do worst: the model has no term for that, so all get the mean
-        efficiency, incast = min(1.0, 1 / fmean(slow)), 0.0
-    latency_s = max(0.0, raw[0]["time_s"] - raw[0]["processor_s"])  # of two ranks, with a processor each
-    machine = replace(machine, latency_s=latency_s, local_latency_s=latency_s)
-    return replace(machine, link_efficiency=efficiency, incast=incast), {"exchanges": raw}
-
-
-def fitted(demands: np.ndarray, times: np.ndarray) -> list[float]:
-    """Costs of a call, a frame and a byte that fit the times best, by the squares of relative errors; a call costs nothing or more."""
-    scaled = demands / times[:, None]
-    costs = np.linalg.lstsq(scaled, np.ones(len(times)), rcond=None)[0]
-    if costs[0] < 0:
-        costs = np.append([0.0], np.linalg.lstsq(scaled[:, 1:], np.ones(len(times)), rcond=None)[0])
-    return [float(cost) for cost in costs]
 
 
 def bursts(names: list[str]) -> dict[str, float]:
@@ -164,11 +115,9 @@ def cells(
     names: list[str],
     sizes: list[int],
     budget_s: float,
-    machine: Machine,
-    codecs: list[CodecCost],
+    model: Model,
 ) -> Iterator[Cell]:
     """Measures, and predicts each cell from the constants alone."""
-    burst = bursts(names)
     # Where hosts have several ranks both algorithms are measured, whatever would be chosen.
     os.environ["SQUINCH_ALGORITHM"] = "hierarchical"
     for per_host, hosts in worlds:
@@ -177,21 +126,19 @@ def cells(
         for row in links.measure(plan):
             if not row.ok:
                 raise RuntimeError(f"a wrong result: {row}")
-            if row.size < MIN_COMPRESS_BYTES and not row.contender.startswith("none"):
-                continue  # lossless too: the same call once more
-            host = replace(machine, link_bits_per_s=row.rate or 1e12, link_burst_bytes=burst[row.link]).divided(row.hosts)
-            yield cell(row, host, {codec.name: codec for codec in codecs})
+            if row.size < MIN_COMPRESS_BYTES and row.contender != "none":
+                continue  # the same call once more
+            yield cell(row, model)
 
 
-def cell(row: links_report.Row, host: Machine, codecs: dict[str, CodecCost]) -> Cell:
+def cell(row: links_report.Row, model: Model) -> Cell:
     """A row beside what the model says of it."""
     name, _, flat = row.contender.partition("/")
-    codec = codecs[name]
     layout = Layout.even(row.ranks, row.hosts)
-    possible = algorithms(layout, row.size, codec)
+    possible = algorithms(layout, row.size, model.codecs[name])
     algorithm = DIRECT if DIRECT in possible else PAIRWISE if flat or not layout.layered else HIERARCHICAL
-    predicted = predict(algorithm, layout, row.size, codec, host)
-    return Cell(row.link, row.ranks, row.hosts, row.size, codec.name, row.repeats, row.time_s, min(row.raw_s), predicted)
+    predicted = model.predict(algorithm, layout, row.link, row.size, name)
+    return Cell(row.link, row.ranks, row.hosts, row.size, name, row.repeats, row.time_s, min(row.raw_s), predicted)
 
 
 def summary(made: list[Cell]) -> list[str]:
@@ -217,11 +164,13 @@ def summary(made: list[Cell]) -> list[str]:
     ]
 
 
-def constants(machine: Machine, codecs: list[CodecCost]) -> list[str]:
+def constants(model: Model) -> list[str]:
     """The constants, in words."""
+    machine = model.machine
     shared = (
         f"# constants of the whole machine: {machine.cores:g} cores; latency {1e6 * machine.latency_s:.0f} us, a hop "
-        f"{1e6 * machine.call_s:.0f} us and a frame {1e6 * machine.frame_s:.0f} us of a processor; sockets "
+        f"{1e6 * machine.call_s:.0f} us, a frame {1e6 * machine.frame_s:.0f} us and a chunk {1e6 * machine.chunk_s:.0f} us of a "
+        f"processor; sockets "
         f"{machine.socket_bytes_per_s / 1e9:.2f}, copies {machine.memory_bytes_per_s / 1e9:.1f}, additions "
         f"{machine.add_bytes_per_s / 1e9:.1f} GB/s; link efficiency {machine.link_efficiency:.3f}, incast "
         f"{machine.incast:.3f}"
@@ -229,7 +178,7 @@ def constants(machine: Machine, codecs: list[CodecCost]) -> list[str]:
     own = [
         f"# {codec.name}: encode {codec.encode_bytes_per_s / 1e9:.1f}, decode {codec.decode_bytes_per_s / 1e9:.1f}, "
         f"reduce {codec.reduce_bytes_per_s / 1e9:.1f} GB/s of float32"
-        for codec in codecs
+        for codec in model.codecs.values()
         if not codec.lossless
     ]
     return [shared, *own]
@@ -243,7 +192,7 @@ def header(settings: dict[str, Any]) -> list[str]:
         f"load {settings['load']}",
         f"# links: {settings['links']}",
         "# median and fastest: of n repeats of the slowest rank's time. error: predicted / median - 1.",
-        "# link, processors, exposed: what the model adds up to: latency + exposed + max(link, processors - exposed).",
+        "# link, processors, exposed: what the model adds up to; its exposed includes latency (docs/cost-model.md).",
     ]
 
 
@@ -278,6 +227,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", type=parse_size, default=sizes, help="bytes of float32, with K, M or G")
     parser.add_argument("--budget", type=float, default=4.0, help="seconds for the repeats of one size on one kind of link")
     parser.add_argument("-J", "--json", type=Path, metavar="FILE", help="write all numbers there")
+    parser.add_argument(
+        "--rescore", type=Path, metavar="FILE", help="measure nothing: predict the times in such a JSON file anew"
+    )
     parser.add_argument("--report", action="store_true", help="write a dated report into benchmarks/reports/")
     return parser.parse_args(arguments)
 
@@ -289,9 +241,29 @@ def _world(text: str) -> tuple[int, int]:
     return int(per_host), int(hosts)
 
 
+def rescore(file: Path) -> int:
+    """Derives the constants and predicts the measured times of a JSON file of this benchmark anew, with the model as it is now."""
+    raw = json.loads(file.read_text())
+    codecs = {name: CodecCost(**cost) for name, cost in raw["codecs"].items()}
+    machine = derive(Machine(**raw["machine"]), codecs["squinch6"], [Exchange(**each) for each in raw["exchanges"]])
+    model = Model(machine, codecs, raw["burst_bytes"])
+    found = []
+    for saved in raw["cells"]:
+        layout = Layout.even(saved["ranks"], saved["hosts"])
+        algorithm = saved.pop("predicted")["algorithm"]
+        predicted = model.predict(algorithm, layout, saved["link"], saved["size"], saved["codec"])
+        found.append(Cell(**saved, predicted=predicted))
+    print(
+        *header(raw["settings"]), f"# predicted anew from {file}", *constants(model), COLUMNS, *found, *summary(found), sep="\n"
+    )
+    return 0 if all(abs(each.error) <= FLOOR for each in found) else 1
+
+
 def main(arguments: list[str]) -> int:
     """Measures, predicts, prints; 1 if a prediction is off by more than the floor."""
     options = parse(arguments)
+    if options.rescore:
+        return rescore(options.rescore)
     if reason := netns.available():
         print(f"simulate_check.py: no network namespaces: {reason}", file=sys.stderr)
         return 2
@@ -299,21 +271,22 @@ def main(arguments: list[str]) -> int:
     settings = links_report.environment(f"network namespaces, veth, tbf on both ends, MTU {netns.MTU}")
     settings["command"] = shlex.join(["python", "benchmarks/simulate_check.py", *sys.argv[1:]])
     settings["load"] = "{:.1f} {:.1f} {:.1f} before the run".format(*os.getloadavg())
-    machine, evidence = calibrate()
-    codecs = [measure_codec(name) for name in CODECS]
-    lines = [*header(settings), *constants(machine, codecs), COLUMNS]
+    names = list(dict.fromkeys([*options.links, FAST, SLOW]))
+    codecs = {name: measure_codec(name) for name in CODECS}
+    made = calibrate()
+    model = Model(derive(measure(), codecs["squinch6"], made), codecs, bursts(names))
+    lines = [*header(settings), *constants(model), COLUMNS]
     print(*lines, sep="\n", flush=True)
-    made = []
-    for each in cells(options.worlds, options.links, options.sizes, options.budget, machine, codecs):
+    found = []
+    for each in cells(options.worlds, options.links, options.sizes, options.budget, model):
         print(each, flush=True)
-        made.append(each)
+        found.append(each)
         lines.append(str(each))
-    print(*summary(made), sep="\n")
-    lines += summary(made)
-    raw = {"machine": asdict(machine), "codecs": [asdict(codec) for codec in codecs]} | evidence
-    raw["cells"] = [asdict(each) | {"error": each.error} for each in made]
+    print(*summary(found), sep="\n")
+    lines += summary(found)
+    raw = asdict(model) | {"exchanges": [asdict(each) for each in made], "cells": [asdict(each) for each in found]}
     write(settings, lines, raw, options.json, report=options.report)
-    return 0 if all(abs(each.error) <= FLOOR for each in made) else 1
+    return 0 if all(abs(each.error) <= FLOOR for each in found) else 1
 
 
 if __name__ == "__main__":

@@ -1,48 +1,52 @@
-"""One rank of the measurement behind the constants of `simulate_check.py`: nothing that it runs is an all-reduce.
+"""One rank of the measurement behind the constants of `simulate_check.py`: nothing that `exchange` runs is an all-reduce.
 
-    python benchmarks/simulate_rank.py '{"rank": 0, ...}'
-
-Every rank sends every other one as many bytes, empty frames first, then large ones. Prints what that took as one JSON line.
+It obeys commands as the ranks of the link benchmark do, and knows theirs, too.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import statistics
-import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+import links_rank
 import numpy as np
 
-import squinchcomm
 
+class Rank(links_rank.Rank):
+    """State of one rank between commands."""
 
-def exchange(comm: squinchcomm.Communicator, part_bytes: int, repeats: int) -> dict[str, float]:
-    """Seconds of an all_to_all of `part_bytes` to each other rank, and of this process's processor time in one."""
-    parts = [0 if rank == comm.rank else part_bytes for rank in range(comm.world_size)]
-    source, target = np.ones(sum(parts), np.uint8), np.empty(sum(parts), np.uint8)
-    times, processor = [], 0.0
-    for repeat in range(-2, repeats):
-        comm.barrier()
-        before, start = time.process_time(), time.perf_counter()
-        comm.all_to_all(target, source, output_counts=parts, input_counts=parts)
-        if repeat >= 0:
-            times.append(time.perf_counter() - start)
-            processor += time.process_time() - before
-    return {"time_s": statistics.median(times), "processor_s": processor / repeats}
+    def exchange(self, *, kind: str, part_bytes: int, repeats: int) -> dict[str, Any]:
+        """Moments and seconds of `repeats` exchanges, each after a barrier, and the processor time of this process in one of them.
 
+        Args:
+            kind: "move" sends `part_bytes` to every other rank and gets as many; "reduce" is a reduce-scatter with squinch6 in which
+                every rank sums a shard of `part_bytes` of float32.
+            part_bytes: Of a part or shard.
+            repeats: After two that do not count.
+        """
+        call = {"move": self._moving, "reduce": self._reducing}[kind](part_bytes)
+        starts, times, processor_s = [], [], 0.0
+        for repeat in range(-2, repeats):
+            self.comm.barrier()
+            before, start = time.process_time(), time.perf_counter()
+            call()
+            if repeat >= 0:
+                times.append(time.perf_counter() - start)
+                processor_s += time.process_time() - before
+                starts.append(start)
+        return {"starts": starts, "times": times, "processor_s": processor_s / repeats}
 
-def main() -> None:
-    """Joins, measures, prints."""
-    settings: dict[str, Any] = json.loads(sys.argv[1])
-    plan: list[tuple[int, int]] = settings.pop("plan")
-    with squinchcomm.init(security="none", **settings) as comm:
-        print(json.dumps([exchange(comm, part_bytes, repeats) for part_bytes, repeats in plan]), flush=True)
-        comm.barrier()
-    os._exit(0)  # the numbers are out; nothing that is still open may keep the process
+    def _moving(self, part_bytes: int) -> Callable[[], None]:
+        parts = [0 if rank == self.rank else part_bytes for rank in range(self.world_size)]
+        source, target = np.ones(sum(parts), np.uint8), np.empty(sum(parts), np.uint8)
+        return lambda: self.comm.all_to_all(target, source, output_counts=parts, input_counts=parts)
+
+    def _reducing(self, part_bytes: int) -> Callable[[], None]:
+        whole = links_rank.drawn(self.rank, 0, self.world_size * part_bytes // 4)
+        shard = np.empty(part_bytes // 4, np.float32)
+        return lambda: self.comm.reduce_scatter(shard, whole, codec="squinch6")
 
 
 if __name__ == "__main__":
-    main()
+    links_rank.obey(Rank)

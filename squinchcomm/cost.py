@@ -2,15 +2,16 @@
 
 Each algorithm is a `_Demand`: what it asks of the busiest host. One formula turns that into time:
 
-    time = hops + exposed + max(link, processors - exposed)
+    time = hops + exposed + sqrt(link^2 + (processors - exposed)^2)
 
-Hops are the frames that wait for each other, each at the cost of a latency. Chunks flow through a pipeline whose slowest stage, the link or
-the processors, sets the pace; what the first chunk needs before it can leave and the last one after it came is exposed. Processors
-are shared by the ranks of a host. docs/cost-model.md derives every term.
+Hops are the frames that wait for each other, each at the cost of a latency. Chunks flow through a pipeline whose slower stage, the link or
+the processors, sets the pace, and where both are nearly as slow they also wait for each other; what the first chunk needs before it can
+leave and the last one after it came is exposed. Processors are shared by the ranks of a host. docs/cost-model.md derives every term.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,6 +113,7 @@ class _Demand:
     frames: float = 0.0
     far_frames: float = 0.0  # of them, those that leave the host
     rank_frames: float = 0.0
+    frame_s: float = 0.0  # each of them, with what is done to make it and to use it, its elements apart
     codec_s: float = 0.0
     rank_codec_s: float = 0.0
     copied: float = 0.0  # bytes, of the host
@@ -172,6 +174,7 @@ def _direct(layout: Layout, array: _Array, machine: Machine) -> _Demand:
         frames=layout.most * others,
         far_frames=layout.most * far,
         rank_frames=others,
+        frame_s=machine.frame_s,
         codec_s=layout.most * sum_s,
         rank_codec_s=sum_s,
         exposed_s=(1 + others / 2) * machine.frame_s + sum_s,
@@ -182,7 +185,7 @@ def _pairwise(layout: Layout, array: _Array, machine: Machine) -> _Demand:
     """Each rank sums a shard, whose parts come from everybody and whose sum goes to everybody: two hops, 2 (n-1)/n of the bytes."""
     n, size = layout.ranks, array.nbytes
     shards, chunks, chunk = array.cut(n)
-    frames = (shards - 1 + n - 1) * chunks
+    frames, frame_s = (shards - 1 + n - 1) * chunks, machine.frame_s + machine.chunk_s
     far = (n - layout.most) / n
     near = (layout.most - 1) / n
     work_s = array.encode_s(size) + array.reduce_s(size, machine) + array.decode_s(size)
@@ -199,11 +202,12 @@ def _pairwise(layout: Layout, array: _Array, machine: Machine) -> _Demand:
         frames=layout.most * frames,
         far_frames=layout.most * frames * far * n / max(1, n - 1),
         rank_frames=frames,
+        frame_s=frame_s,
         codec_s=layout.most * work_s,
         rank_codec_s=work_s,
         copied=layout.most * copied,
         streamed=layout.most * size,
-        exposed_s=last_s + _exposed_frames(n - 1, chunks) * machine.frame_s,
+        exposed_s=last_s + _exposed_frames(n - 1, chunks) * frame_s,
     )
 
 
@@ -230,11 +234,12 @@ def _hierarchical(layout: Layout, array: _Array, machine: Machine) -> _Demand:
         frames=far_frames + near_frames,
         far_frames=far_frames,
         rank_frames=(far_frames + near_frames) / lanes,
+        frame_s=machine.frame_s + machine.chunk_s,
         codec_s=sums_s + most * decode_s,
         rank_codec_s=sums_s / lanes + decode_s,
         copied=copied,
         streamed=most * size,
-        exposed_s=first_s + last_s + _exposed_frames(hosts + most - 2, chunks) * machine.frame_s,
+        exposed_s=first_s + last_s + _exposed_frames(hosts + most - 2, chunks) * (machine.frame_s + machine.chunk_s),
     )
 
 
@@ -301,11 +306,11 @@ def predict(
     link_s *= (1 + machine.incast * doublings(demand.senders)) / machine.link_efficiency
     call_s = machine.call_s * demand.wakes
     host_s = (
-        layout.most * call_s + demand.frames * machine.frame_s + demand.codec_s + demand.payload / machine.socket_bytes_per_s
+        layout.most * call_s + demand.frames * demand.frame_s + demand.codec_s + demand.payload / machine.socket_bytes_per_s
     )
     # A rank has one thread that makes and reads frames, and one that moves bytes; its codec may have more.
     rank_s = max(
-        call_s + demand.rank_frames * machine.frame_s + demand.rank_codec_s / threads,
+        call_s + demand.rank_frames * demand.frame_s + demand.rank_codec_s / threads,
         demand.rank_payload / machine.socket_bytes_per_s,
     )
     # However fast the kernels are on one processor, all of them together read and write one memory.
@@ -313,7 +318,9 @@ def predict(
     processor_s = kernels_s + demand.copied / machine.memory_bytes_per_s
     exposed_s = min(processor_s, (call_s + demand.exposed_s) * crowding)
     latency_s = demand.hops * machine.latency_s + demand.local_hops * machine.local_latency_s
-    time_s = latency_s + exposed_s + max(link_s, processor_s - exposed_s)
+    # Buffers between link and processors are finite: where both are busy, each now and then waits for the other.
+    hidden_s = processor_s - exposed_s
+    time_s = latency_s + exposed_s + math.sqrt(link_s * link_s + hidden_s * hidden_s)
     return Prediction(algorithm, time_s, latency_s, exposed_s, link_s, processor_s, wire_bytes, demand.frames)
 
 
@@ -323,8 +330,8 @@ def choose(layout: Layout, nbytes: int, codec: CodecCost, machine: Machine, *, i
 
     All ranks of a communicator must choose alike, so every argument must be the same on all of them, to the last bit: the layout is,
     when it comes from the transport's host identities; size, codec and type are, since the call's signature is checked; a measured
-    machine or codec is not, until one rank's has been sent to all. The arithmetic is addition, multiplication and
-    division of IEEE doubles in a fixed order: equal arguments give equal choices on every machine.
+    machine or codec is not, until one rank's has been sent to all. The arithmetic is addition, multiplication,
+    division and square root of IEEE doubles in a fixed order: equal arguments give equal choices on every machine.
 
     Takes well below 5 us for arguments seen before.
 

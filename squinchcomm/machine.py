@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, Self
@@ -15,7 +16,7 @@ from squinchcomm.errors import ConfigError
 _TCP_IP_BYTES = 52  # IPv4, TCP and its timestamps, in every packet
 _ETHERNET_BYTES = 14
 _ELEMENTS = 1 << 22  # 16 MiB of float32: more than the caches near a core hold
-_TERMS = 4  # inputs of a measured sum
+_TERMS = 4  # inputs of a measured sum: 64 MiB, more than the caches of most hosts hold
 _SATURATING_CORES = 4
 _BUDGET_S = 0.01  # a measurement
 
@@ -34,6 +35,7 @@ class Machine:
         local_latency_s: The same between ranks of one host.
         call_s: Processor time of a rank to begin a hop and to wake up at its end.
         frame_s: Processor time of a frame, its sender and its receiver together, but for the payload.
+        chunk_s: Processor time to make the chunk of an array that is in a frame and to use it, but for its elements.
         socket_bytes_per_s: Payload that one processor sends and receives through sockets, checksums included.
         memory_bytes_per_s: Payload that a host copies in its memory, all its processors together.
         add_bytes_per_s: Arrays that one processor adds to a sum, counted in bytes of each.
@@ -50,8 +52,9 @@ class Machine:
     mtu: int = 1500
     latency_s: float = 50e-6
     local_latency_s: float = 30e-6
-    call_s: float = 20e-6
-    frame_s: float = 80e-6
+    call_s: float = 40e-6
+    frame_s: float = 50e-6
+    chunk_s: float = 30e-6
     socket_bytes_per_s: float = 1.4e9
     memory_bytes_per_s: float = 40e9
     add_bytes_per_s: float = 40e9
@@ -67,7 +70,7 @@ class Machine:
             "cores",
         ):
             _require(0 < getattr(self, name) < float("inf"), name, getattr(self, name), "above 0")
-        for name in ("latency_s", "local_latency_s", "call_s", "frame_s", "link_burst_bytes", "incast"):
+        for name in ("latency_s", "local_latency_s", "call_s", "frame_s", "chunk_s", "link_burst_bytes", "incast"):
             _require(0 <= getattr(self, name) < float("inf"), name, getattr(self, name), "0 or above")
         _require(self.link_efficiency <= 1, "link_efficiency", self.link_efficiency, "at most 1")
         _require(576 <= self.mtu <= 65535, "mtu", self.mtu, "576 to 65535 bytes")
@@ -166,7 +169,7 @@ def measure_codec(name: str) -> CodecCost:
     encoded, decoded = codec.encode(values, seed=1), np.empty_like(values)
     encode = _rate(partial(codec.encode, values, encoded, seed=1), values.nbytes)
     decode = _rate(partial(codec.decode, encoded, values.size, decoded), values.nbytes)
-    reduce = _rate(partial(codec.reduce, [encoded] * _TERMS, decoded), _TERMS * values.nbytes)
+    reduce = _rate(partial(codec.reduce, [encoded.copy() for _ in range(_TERMS)], decoded), _TERMS * values.nbytes)
     return codec_cost(name, (encode / 1e9, decode / 1e9, reduce / 1e9))
 
 
@@ -180,15 +183,13 @@ def measure(machine: Machine | None = None) -> Machine:
     from squinchcomm.collectives.reduction import reduce_arrays
 
     cores = len(os.sched_getaffinity(0))
-    source = np.ones(_ELEMENTS, np.float32)
-    target = np.empty_like(source)
-    copy = _rate(partial(np.copyto, target, source), source.nbytes)
-    inputs: Sequence[Any] = [source] * _TERMS
-    add = _rate(partial(reduce_arrays, inputs, target, "sum", 1), _TERMS * source.nbytes)
+    inputs: list[Any] = [np.ones(_ELEMENTS, np.float32) for _ in range(_TERMS)]
+    targets = [np.empty_like(each) for each in inputs]
     # One processor does not saturate the memory of a host, and four mostly do.
-    return replace(
-        machine or Machine(), cores=float(cores), memory_bytes_per_s=copy * min(cores, _SATURATING_CORES), add_bytes_per_s=add
-    )
+    with ThreadPoolExecutor(min(cores, _SATURATING_CORES)) as pool:
+        copy = _rate(lambda: [*pool.map(np.copyto, targets, inputs)], _TERMS * inputs[0].nbytes)
+    add = _rate(partial(reduce_arrays, inputs, targets[0], "sum", 1), _TERMS * inputs[0].nbytes)
+    return replace(machine or Machine(), cores=float(cores), memory_bytes_per_s=copy, add_bytes_per_s=add)
 
 
 def _rate(call: Callable[[], object], nbytes: int) -> float:

@@ -53,6 +53,7 @@ def survey(comm: Communicator) -> Crossover:
         machine,
         call_s=machine.call_s / speed,
         frame_s=machine.frame_s / speed,
+        chunk_s=machine.chunk_s / speed,
         socket_bytes_per_s=machine.socket_bytes_per_s * speed,
         memory_bytes_per_s=_COPIED_BYTES_PER_S * speed * min(per_host, _SATURATING_CORES),
         add_bytes_per_s=machine.add_bytes_per_s * speed,

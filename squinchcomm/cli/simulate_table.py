@@ -154,7 +154,8 @@ def header(known: dict[str, Any]) -> list[str]:
     return [
         f"# squinchcomm simulate  {known['date']}  squinchcomm {known['version']}",
         f"# constants {known['source']}: latency {1e6 * machine['latency_s']:g} us ({1e6 * machine['local_latency_s']:g} inside a host), "
-        f"a hop {1e6 * machine['call_s']:g} us and a frame {1e6 * machine['frame_s']:g} us of a processor, "
+        f"a hop {1e6 * machine['call_s']:g} us, a frame {1e6 * machine['frame_s']:g} us and its chunk {1e6 * machine['chunk_s']:g} us "
+        f"of a processor, "
         f"{machine['cores']:g} cores a host",
         f"# sockets {machine['socket_bytes_per_s'] / 1e9:.3g} GB/s a core, additions {machine['add_bytes_per_s'] / 1e9:.3g} GB/s a core, "
         f"memory {machine['memory_bytes_per_s'] / 1e9:.3g} GB/s a host, MTU {machine['mtu']}, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import links_report
@@ -12,12 +13,17 @@ import netns
 import numpy as np
 import pytest
 import simulate_check
+import simulate_constants
+from simulate_constants import CALIBRATION_RANKS, FAST, SLOW, Exchange
 
+from squinchcomm.collectives.plan import Plan
 from squinchcomm.cost import DIRECT, HIERARCHICAL, PAIRWISE
 from squinchcomm.machine import Machine, codec_cost
 
+KIB, MIB = 1024, 1024 * 1024
 CODECS = {name: codec_cost(name) for name in ("none", "squinch6")}
-DEMANDS = np.array([[1.0, frames, size] for frames in (1, 3, 7) for size in (0.0, 1e5, 3e7)])
+MODEL = simulate_check.Model(Machine(), CODECS, {"1Gbit": 125e3})
+COSTS = [40e-6, 50e-6, 25e-6, 0.8e-9]  # a call, a frame, a chunk, a byte
 
 
 def measured(contender: str, size: int, ranks: int, hosts: int) -> links_report.Row:
@@ -30,16 +36,57 @@ def measured(contender: str, size: int, ranks: int, hosts: int) -> links_report.
     return row
 
 
-def test_the_fit_finds_the_costs() -> None:
-    costs = [20e-6, 80e-6, 1e-9]
-    assert simulate_check.fitted(DEMANDS, DEMANDS @ costs) == pytest.approx(costs)
+def exchanges(
+    costs: list[float], *, efficiency: float = 0.98, incast: float = 0.02, latency_s: float = 15e-6
+) -> list[Exchange]:
+    """What a machine with these constants would measure."""
+    made, codec, machine = [], CODECS["squinch6"], Machine(cores=2.0)
+    kinds = [("move", 0), ("reduce", 64 * KIB), ("reduce", MIB), ("move", 16 * MIB)]
+    for ranks in CALIBRATION_RANKS:
+        for link, kind, part in [*((FAST, *each) for each in kinds), (SLOW, "move", 24 * MIB // (ranks - 1))]:
+            bare = Exchange(kind, ranks, part, link, 0.0, 0.0)
+            processor_s = float(np.dot(bare.demand(codec), costs)) + bare.kernels_s(codec)
+            time_s = processor_s + latency_s
+            if link == SLOW:
+                link_s = 24 * MIB * machine.wire_factor * 8 / 1e9 / efficiency * (1 + incast * {2: 0, 4: 1.5, 8: 2.75}[ranks])
+                time_s = (link_s**2 + (ranks * processor_s / machine.cores) ** 2) ** 0.5
+            made.append(replace(bare, time_s=time_s, processor_s=processor_s))
+    return made
 
 
-def test_a_call_never_costs_less_than_nothing() -> None:
-    call_s, frame_s, byte_s = simulate_check.fitted(DEMANDS, DEMANDS @ [-20e-6, 80e-6, 1e-9])
-    assert call_s == 0
-    assert frame_s > 0
-    assert byte_s > 0
+def test_constants_are_those_of_the_machine_that_was_measured() -> None:
+    found = simulate_constants.derive(Machine(cores=2.0), CODECS["squinch6"], exchanges(COSTS))
+    costs = [found.call_s, found.frame_s, found.chunk_s, 1 / found.socket_bytes_per_s]
+    assert costs == pytest.approx(COSTS, rel=1e-3)
+    assert (found.latency_s, found.link_efficiency, found.incast) == pytest.approx((15e-6, 0.98, 0.02), rel=1e-2)
+    assert found.cores == 2
+
+
+def test_a_link_that_two_hosts_use_worst_has_no_incast() -> None:
+    found = simulate_constants.derive(Machine(cores=2.0), CODECS["squinch6"], exchanges(COSTS, incast=-0.01))
+    assert found.incast == 0
+    assert 0.98 < found.link_efficiency <= 1
+
+
+@pytest.mark.parametrize("negative", [0, 2])
+def test_nothing_costs_less_than_nothing(negative: int) -> None:
+    costs = [*COSTS]
+    costs[negative] *= -0.1
+    found = simulate_constants.derive(Machine(cores=2.0), CODECS["squinch6"], exchanges(costs))
+    assert [found.call_s, found.frame_s, found.chunk_s][negative] == 0
+    assert found.frame_s > 0
+    assert found.socket_bytes_per_s < float("inf")
+
+
+def test_chunks_of_an_exchange_are_those_of_its_plan() -> None:
+    codec = CODECS["squinch6"]
+    one, some = (Exchange("reduce", 4, size, FAST, 0.0, 0.0).demand(codec) for size in (64 * KIB, MIB))
+    assert one == [1, 3, 3, 3 * 64 * KIB * 6 / 32]
+    chunks = Plan.even(4 * MIB // 4, 4, 4, codec.tile).chunks(0)  # of a shard of 1 MiB
+    assert chunks > 1
+    assert some == [1, 3 * chunks, 3 * chunks, 3 * MIB * 6 / 32]
+    assert Exchange("move", 4, 0, FAST, 0.0, 0.0).demand(codec) == [1, 3, 0, 0]
+    assert Exchange("move", 2, 3 * MIB, FAST, 0.0, 0.0).demand(codec) == [1, 2, 0, 3 * MIB]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +102,7 @@ def test_a_call_never_costs_less_than_nothing() -> None:
 def test_a_row_is_compared_with_the_algorithm_that_ran(
     contender: str, size: int, ranks: int, hosts: int, algorithm: str
 ) -> None:
-    cell = simulate_check.cell(measured(contender, size, ranks, hosts), Machine(), CODECS)
+    cell = simulate_check.cell(measured(contender, size, ranks, hosts), MODEL)
     assert cell.predicted.algorithm == algorithm
     assert cell.codec == contender.partition("/")[0]
     assert (cell.measured_s, cell.fastest_s) == (0.020, 0.010)
@@ -63,9 +110,9 @@ def test_a_row_is_compared_with_the_algorithm_that_ran(
 
 
 def test_the_summary_counts_what_is_within_bounds() -> None:
-    cell = simulate_check.cell(measured("none", 1 << 20, 4, 4), Machine(), CODECS)
+    cell = simulate_check.cell(measured("none", 1 << 20, 4, 4), MODEL)
     exact = cell.predicted.time_s
-    made = [simulate_check.replace(cell, measured_s=exact * factor) for factor in (1.0, 1 / 1.2, 1 / 1.5)]
+    made = [replace(cell, measured_s=exact * factor) for factor in (1.0, 1 / 1.2, 1 / 1.5)]
     first = simulate_check.summary(made)[0]
     assert "all cells: 3; |error| median 20.0 %, largest 50.0 %; within 10 %: 1, within 25 %: 2" in first
 
@@ -110,3 +157,9 @@ def test_a_small_run(tmp_path: Path) -> None:
     ]
     assert raw["machine"]["frame_s"] > 0
     assert all(0.1 < cell["predicted"]["time_s"] / cell["measured_s"] < 10 for cell in raw["cells"])
+    again = subprocess.run(
+        [*command[:2], "--rescore", str(tmp_path / "raw.json")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert again.returncode == done.returncode, again.stderr
+    rows = [[line for line in each.stdout.splitlines() if not line.startswith("#")] for each in (done, again)]
+    assert rows[0] == rows[1]  # the model has not changed since

@@ -65,6 +65,7 @@ def test_constants_can_be_given() -> None:
     for flag, value in {
         "--latency": "100000",
         "--frame": "100000",
+        "--chunk": "100000",
         "--hop": "100000",
         "--sockets": "0.01",
         "--cores": "0.01",

@@ -1,0 +1,127 @@
+"""The constants behind `simulate_check.py`, from exchanges between namespaces that are not all-reduces.
+
+Processor times of calls, frames, chunks and bytes, latency, and what part of a link is reached; `derive` is arithmetic on what
+`calibrate` measured.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import links
+import netns
+import numpy as np
+from links_ranks import Ranks
+
+from squinchcomm.collectives.plan import MAX_CHUNK_BYTES, Plan
+from squinchcomm.cost import doublings
+from squinchcomm.machine import CodecCost, Machine
+
+KIB, MIB = 1024, 1024 * 1024
+CALIBRATION_RANKS = (2, 4, 8)
+FAST, SLOW = "10Gbit", "1Gbit"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One measured exchange (see `simulate_rank`): the time of all ranks, the mean processor time of one."""
+
+    kind: str
+    ranks: int
+    part_bytes: int
+    link: str
+    time_s: float
+    processor_s: float
+
+    def demand(self, codec: CodecCost) -> list[float]:
+        """How many calls, frames, chunks that are encoded and summed, and bytes of payload a rank has."""
+        others = self.ranks - 1
+        if self.kind == "move":
+            return [1.0, others * max(1, -(-self.part_bytes // MAX_CHUNK_BYTES)), 0.0, others * self.part_bytes]
+        frames = others * Plan([0, self.part_bytes // 4], 4, codec.tile).chunks(0)
+        return [1.0, frames, frames, others * self.part_bytes * codec.bits / 32]
+
+    def kernels_s(self, codec: CodecCost) -> float:
+        """Processor time in which elements are encoded and summed."""
+        if self.kind == "move":
+            return 0.0
+        others = (self.ranks - 1) * self.part_bytes
+        return others / codec.encode_bytes_per_s + (others + self.part_bytes) / codec.reduce_bytes_per_s
+
+
+def exchanges(ranks: int, link: str, plan: list[tuple[str, int, int]]) -> list[Exchange]:
+    """Measures each of `plan`: kind, bytes of a part, repeats."""
+    made = []
+    with netns.Network(ranks) as network, Ranks(ranks, network, script="simulate_rank.py") as processes:
+        network.shape(links.RATES[link])
+        processes.ask("open_squinch")
+        for kind, part_bytes, repeats in plan:
+            answers = processes.ask("exchange", kind=kind, part_bytes=part_bytes, repeats=repeats)
+            starts = np.array([answer["starts"] for answer in answers])
+            ends = starts + np.array([answer["times"] for answer in answers])
+            time_s = float(np.median(ends.max(axis=0) - starts.max(axis=0)))
+            made.append(Exchange(kind, ranks, part_bytes, link, time_s, fmean(each["processor_s"] for each in answers)))
+    return made
+
+
+def calibrate() -> list[Exchange]:
+    """Measures what the constants of processors and links are made from."""
+    made: list[Exchange] = []
+    for ranks in CALIBRATION_RANKS:
+        small = [("move", 0, 200), ("reduce", 64 * KIB, 100), ("reduce", MIB, 50)]
+        made += exchanges(ranks, FAST, [*small, ("move", 32 * MIB // (ranks - 1), 5)])
+    for ranks in CALIBRATION_RANKS:
+        made += exchanges(ranks, SLOW, [("move", 24 * MIB // (ranks - 1), 5)])
+    return made
+
+
+def derive(machine: Machine, codec: CodecCost, made: list[Exchange]) -> Machine:
+    """`machine` with the constants that the exchanges say; `codec` is what they were encoded with."""
+    fast, slow = ([each for each in made if each.link == link] for link in (FAST, SLOW))
+    demands = np.array([each.demand(codec) for each in fast])
+    call_s, frame_s, chunk_s, byte_s = fitted(demands, np.array([each.processor_s - each.kernels_s(codec) for each in fast]))
+    empty = next(each for each in fast if each.ranks == 2 and not each.part_bytes)  # two ranks have a processor each
+    latency_s = max(0.0, empty.time_s - empty.processor_s)
+    efficiency, incast = link_constants(machine, slow)
+    return replace(
+        machine,
+        call_s=call_s,
+        frame_s=frame_s,
+        chunk_s=chunk_s,
+        socket_bytes_per_s=1 / byte_s,
+        latency_s=latency_s,
+        local_latency_s=latency_s,
+        link_efficiency=efficiency,
+        incast=incast,
+    )
+
+
+def link_constants(machine: Machine, slow: list[Exchange]) -> tuple[float, float]:
+    """Efficiency and incast: how much longer the link was busy than at its rate, once what the processors add is taken off."""
+    rate = links.RATES[SLOW]
+    assert rate
+    excess = []
+    for each in slow:
+        busy_s = each.ranks * each.processor_s / machine.cores
+        ideal_s = (each.ranks - 1) * each.part_bytes * machine.wire_factor * 8 / rate
+        excess.append(math.sqrt(max(ideal_s**2, each.time_s**2 - busy_s**2)) / ideal_s)
+    growth = [(ratio / excess[0] - 1) / doublings(each.ranks - 1) for ratio, each in zip(excess[1:], slow[1:], strict=True)]
+    if fmean(growth) < 0:  # two hosts alone do worst: the model has no term for that, so all get the mean
+        return 1 / fmean(excess), 0.0
+    return 1 / excess[0], fmean(growth)
+
+
+def fitted(demands: np.ndarray, times: np.ndarray) -> list[float]:
+    """Costs of each kind of demand that fit the times best, by the squares of relative errors; none costs less than nothing."""
+    scaled = demands / times[:, None]
+    kept = list(range(demands.shape[1]))
+    while True:
+        found = np.linalg.lstsq(scaled[:, kept], np.ones(len(times)), rcond=None)[0]
+        if (found >= 0).all():
+            break
+        del kept[int(found.argmin())]
+    costs = np.zeros(demands.shape[1])
+    costs[kept] = found
+    return [float(cost) for cost in costs]
