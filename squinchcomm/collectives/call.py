@@ -14,7 +14,6 @@ import numpy as np
 from squinchcomm.collectives.channel import Channel, ChunkEvent, Parcel, Piece, Ticket, make_parcel
 from squinchcomm.errors import WireFormatError
 
-
 # Smaller chunks are not worth handing to other threads: kernels take 40 us for 1 MiB, as long as a thread takes to wake up and
 # to get hold of the interpreter.
 POOLED_CHUNK_BYTES = 2 << 20
