@@ -11,6 +11,7 @@ import msgspec
 
 from .base import Transport
 from .mpi_pieces import Pieces, cut
+from .mpi_slots import open_slots
 from .mpi_world import MPI, MpiWorld, describe, is_process_failure
 from .shared_memory import Arena
 from .shared_payloads import JOIN_BELOW, Reading, SharedPayloads
@@ -25,7 +26,6 @@ OFFSET = struct.Struct("<Q")  # behind the header of an IN_PLACE frame: where in
 MAX_HEADER_BYTES = Transport.MAX_HEADER_BYTES
 SLOT_BYTES = PREFIX_BYTES + MAX_HEADER_BYTES + JOIN_BELOW
 DIED = "its process died"
-_LEAST_SLOTS, _MOST_SLOTS = 8, 64
 _SPARE_BYTES = 64 << 20
 
 
@@ -183,16 +183,14 @@ class MpiLink:
 
 
 class Inbox:
-    """Receives posted for the first messages of all peers.
-
-    MPI matches messages in the order in which receives were posted, so the oldest is always the next to complete: one
-    test finds out whether anything has come, however many peers there are. What finds no posted receive waits in MPI.
+    """What comes from all peers, and the memory that it comes to.
 
     Attributes:
         world: Where messages come from.
         tag: On which they come.
+        slots: The first messages.
         arena: Memory of ours that peers read in place.
-        status: Of the message that `arrived`.
+        status: Of the last message that came.
     """
 
     def __init__(self, world: MpiWorld, tag: int, peers: int, arena: Arena | None) -> None:
@@ -201,20 +199,9 @@ class Inbox:
         self.status = MPI.Status()
         self._comm = world.comm
         self.tag = tag
-        self._buffers = [bytearray(SLOT_BYTES) for _ in range(min(max(_LEAST_SLOTS, 2 * peers), _MOST_SLOTS))]
-        self._requests = [self._post(buffer) for buffer in self._buffers]
-        self._oldest = 0
+        self.slots = open_slots(world, tag, SLOT_BYTES, peers)
         self._spare: dict[int, list[mmap.mmap]] = {}
         self._spare_bytes = 0
-
-    def arrived(self) -> bytearray | None:
-        """The slot that holds the next message, described by `status`; call `next` when it has been read."""
-        return self._buffers[self._oldest] if self._requests[self._oldest].Test(self.status) else None
-
-    def next(self) -> None:
-        """Posts the slot just read again, behind all others."""
-        self._requests[self._oldest] = self._post(self._buffers[self._oldest])
-        self._oldest = (self._oldest + 1) % len(self._buffers)
 
     def receive(self, link: MpiLink, header: bytes, nbytes: int) -> Arrival:
         """Posts receives for the payload of a peer's frame."""
@@ -245,9 +232,4 @@ class Inbox:
         if self.arena is not None:
             self.arena.close()
         self._spare.clear()
-        for request in self._requests:
-            request.Cancel()
-        self.world.leave_behind(list(zip(self._requests, self._buffers, strict=True)))
-
-    def _post(self, buffer: bytearray) -> MPI.Request:
-        return self._comm.Irecv(buffer, MPI.ANY_SOURCE, self.tag)
+        self.slots.close()

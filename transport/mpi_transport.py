@@ -233,11 +233,11 @@ class MpiTransport(SharingTransport):
         return len(self._ready) + len(self._arriving) != before
 
     def _progress(self) -> None:
-        inbox = self._inbox
+        slots, status = self._inbox.slots, self._inbox.status
         try:
-            while (slot := inbox.arrived()) is not None:
-                self._accept(slot, inbox.status)
-                inbox.next()
+            while (slot := slots.arrived(status)) is not None:
+                self._accept(slot, status)
+                slots.next()
         except MPI.Exception as error:
             if not is_process_failure(error):
                 raise CommunicatorAborted(f"MPI failed: {describe(error)}", rank=self.rank) from error

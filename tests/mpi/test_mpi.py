@@ -61,6 +61,12 @@ def test_what_users_do_besides(mpi: jobs.Mpi) -> None:
     assert names[-1] == "check_a_missing_rank_is_named" and len(names) == 14, names
 
 
+def test_mpich_as_between_hosts() -> None:
+    """Without its own shared memory. Over UCX it loses posted receives then, so that ranks would not find each other."""
+    ended = jobs.run(jobs.find("mpich"), 3, "-m", "mpi4py", "feature_ranks.py", SQUINCH_TRANSPORT="mpi", MPIR_CVAR_NOLOCAL="1")
+    assert passed(ended)[-1] == "check_a_missing_rank_is_named"
+
+
 @pytest.mark.parametrize("level", ["serialized", "funneled"])
 def test_support_for_threads(mpi: jobs.Mpi, level: str) -> None:
     ended = jobs.run(mpi, 2, "-m", "mpi4py", "thread_ranks.py", level)
