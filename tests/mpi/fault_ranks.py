@@ -1,6 +1,6 @@
 """Program: all-reduces until rank 1 does what the argument says; prints one JSON line for each event.
 
-Arguments: kill, stop, raise or exit; and settings as a JSON object. What is raised is not caught, so that the job ends as it would.
+Arguments: kill, stop, raise or exit; and settings as a JSON object, with `apart` as if each rank had a host of its own. What is raised is not caught, so that the job ends as it would.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def misbehave(how: str) -> None:
 def main() -> None:
     how, options = sys.argv[1], json.loads(sys.argv[2])
     codec, survive = options.pop("codec", "none"), options.pop("survive", False)
+    if options.pop("apart", False):
+        options["host"] = f"host-of-{os.getpid()}"
     array = np.ones(500_000, np.float32)
     with squinchcomm.init(transport="mpi", min_compress_bytes=0, **options) as comm:
         comm.allreduce(array, "avg", codec=codec)

@@ -29,9 +29,9 @@ def fault(
     return ended, events
 
 
-@pytest.mark.parametrize("codec", ["none", "squinch6"])
-def test_with_ulfm_a_killed_rank_is_named_within_a_second_and_the_others_go_on(codec: str) -> None:
-    ended, events = fault("openmpi", "kill", "--with-ft", "ulfm", ranks=4, codec=codec, survive=True)
+@pytest.mark.parametrize(("codec", "apart"), [("none", False), ("squinch6", False), ("none", True)])
+def test_with_ulfm_a_killed_rank_is_named_within_a_second_and_the_others_go_on(codec: str, apart: bool) -> None:
+    ended, events = fault("openmpi", "kill", "--with-ft", "ulfm", ranks=4, codec=codec, apart=apart, survive=True)
     killed_at = events["kill"][1]["at"]
     assert set(events["failed"]) == set(events["closed"]) == {0, 2, 3}, ended
     for event in events["failed"].values():
