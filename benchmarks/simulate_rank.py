@@ -5,6 +5,7 @@ It obeys commands as the ranks of the link benchmark do, and knows theirs, too.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ class Rank(links_rank.Rank):
     """State of one rank between commands."""
 
     def exchange(self, *, kind: str, part_bytes: int, repeats: int) -> dict[str, Any]:
-        """Moments and seconds of `repeats` exchanges, each after a barrier, and the processor time of this process in one of them.
+        """Moments and seconds of `repeats` exchanges, each after a barrier, and the median processor time of this process.
 
         Args:
             kind: "move" sends `part_bytes` to every other rank and gets as many; "reduce" is a reduce-scatter with squinch6 in which
@@ -26,16 +27,16 @@ class Rank(links_rank.Rank):
             repeats: After two that do not count.
         """
         call = {"move": self._moving, "reduce": self._reducing}[kind](part_bytes)
-        starts, times, processor_s = [], [], 0.0
+        starts, times, processor = [], [], []
         for repeat in range(-2, repeats):
             self.comm.barrier()
             before, start = time.process_time(), time.perf_counter()
             call()
             if repeat >= 0:
                 times.append(time.perf_counter() - start)
-                processor_s += time.process_time() - before
+                processor.append(time.process_time() - before)
                 starts.append(start)
-        return {"starts": starts, "times": times, "processor_s": processor_s / repeats}
+        return {"starts": starts, "times": times, "processor_s": statistics.median(processor)}
 
     def _moving(self, part_bytes: int) -> Callable[[], None]:
         parts = [0 if rank == self.rank else part_bytes for rank in range(self.world_size)]

@@ -299,7 +299,6 @@ def predict(
     if layout.ranks == 1:
         return Prediction(algorithm, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     demand = _DEMANDS[algorithm](layout, _Array(-(-nbytes // itemsize), itemsize, codec), machine)
-    crowding = max(1.0, layout.most / machine.cores)
     threads = max(1, int(machine.cores // layout.most))
     wire_bytes = demand.payload * machine.wire_factor + demand.far_frames * _FRAME_BYTES
     link_s = max(0.0, wire_bytes - machine.link_burst_bytes) * 8 / machine.link_bits_per_s
@@ -316,7 +315,8 @@ def predict(
     # However fast the kernels are on one processor, all of them together read and write one memory.
     kernels_s = max(host_s / machine.cores, rank_s, demand.streamed / machine.memory_bytes_per_s)
     processor_s = kernels_s + demand.copied / machine.memory_bytes_per_s
-    exposed_s = min(processor_s, (call_s + demand.exposed_s) * crowding)
+    # While one rank of a host works on what nothing hides, another one's bytes are on the link; hosts that share a core wait in turn.
+    exposed_s = min(processor_s, (call_s + demand.exposed_s) / min(1.0, machine.cores))
     latency_s = demand.hops * machine.latency_s + demand.local_hops * machine.local_latency_s
     # Buffers between link and processors are finite: where both are busy, each now and then waits for the other.
     hidden_s = processor_s - exposed_s
