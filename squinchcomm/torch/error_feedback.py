@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,11 +31,6 @@ class BucketResiduals:
         self.names = names
         self.shapes = shapes
         self.current, self.coming = torch.zeros(2, sum(shape.numel() for shape in shapes))
-
-    def copied(self) -> np.ndarray:
-        """`coming` with the values of `current`, for an encoder to add and to overwrite."""
-        coming: np.ndarray = self.coming.copy_(self.current).numpy()
-        return coming
 
     def parts(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Name and current residual of each parameter, in its shape."""

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# More buckets than this are never under way at once: as long as two are, the network has work, and memory stays bounded.
-MAX_IN_FLIGHT = 4
+# More exchanges than this are never under way at once: as long as two are, the network has work, and memory stays bounded.
+MAX_IN_FLIGHT = 8
 
 
 class Slots:

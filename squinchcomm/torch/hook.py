@@ -1,6 +1,7 @@
 """A communication hook for DistributedDataParallel that moves gradients in 6 bits an element, over any backend.
 
-A bucket is cut into one shard a rank, at the codec's tiles. Then, for every bucket:
+A bucket is cut into pieces of about 8 MiB, of which some are on the wire while others are encoded or added, and a piece into one shard a
+rank, both at the codec's tiles. Then, for every piece:
 
 1. Each rank encodes each shard for its owner, in the thread of autograd, and the bytes start on their way.
 2. When all have come, the owner adds the decoded shards and its own exact one in rank order in float32.
@@ -15,16 +16,20 @@ turnstile and goes through a group of its own.
 # No postponed annotations in this module: DDP compares the hook's with classes.
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from squinchcomm import roster
 from squinchcomm.arrays import flatten
 from squinchcomm.collectives.coder import mix
+from squinchcomm.collectives.plan import Plan
 from squinchcomm.errors import CommunicatorAborted, ConfigError, SquinchError
 from squinchcomm.kernels import get_codec, warm_up
 from squinchcomm.kernels.codec import Codec
@@ -39,6 +44,7 @@ from squinchcomm.torch.turnstile import Turnstile
 log = logging.getLogger("squinchcomm")
 
 _STATE_VERSION = 1
+PIECE_BYTES = 8 << 20
 
 
 class CompressState:
@@ -210,26 +216,74 @@ def _average_losslessly(state: CompressState, buffer: torch.Tensor, residuals: B
 
 
 class BucketAverage:
-    """One bucket on its way through the four steps. Each step but the first runs in a thread of the backend."""
+    """One bucket on its way. `outcome` is a future of its buffer, or of an error."""
 
     def __init__(
         self, state: CompressState, codec: Codec, number: int, buffer: torch.Tensor, residuals: BucketResiduals | None
     ) -> None:
         self.state = state
+        self.codec = codec
         self.buffer = buffer
         self.residuals = residuals
-        host, self.land = in_place(buffer)
-        values = flatten(host, "bucket", writable=True).data
-        group = state.group
-        self.sum = EncodedSum(values, codec, group, state.pool, scale=1.0 / group.size(), seed=mix(state.seed, number))
         self.outcome = _future_of(buffer)
+        self._seed = mix(state.seed, number)
+        host, self._land = in_place(buffer)
+        self._values = flatten(host, "bucket", writable=True).data
+        pieces = max(1, round(self._values.nbytes / PIECE_BYTES))
+        self._bounds = Plan.even(self._values.size, pieces, self._values.itemsize, codec.tile_size).bounds
+        self._left = pieces
+        self._failed = False
+        self._lock = threading.Lock()
 
     def start(self) -> Any:
-        """Step 1; the future of the whole."""
+        """Sends all pieces on their way; the future of the whole."""
+        for number, (start, stop) in enumerate(pairwise(self._bounds)):
+            PieceAverage(self, self._values[start:stop], slice(start, stop), mix(self._seed, number)).start()
+        return self.outcome.then(_raised)
+
+    def piece_ended(self, error: BaseException | None) -> None:
+        """Called once by each piece."""
+        with self._lock:
+            self._left -= 1
+            ends = not self._failed and (error is not None or self._left == 0)
+            self._failed |= error is not None
+        if ends:
+            self.outcome.set_result(self._whole() if error is None else error)
+
+    def _whole(self) -> Any:
+        """What all pieces together leave: the bucket, or an error."""
+        try:
+            if self._land is not None:
+                self._land()
+            if self.state.feedback is not None and _is_finite(self.buffer):
+                self.state.feedback.close()
+        except BaseException as error:
+            return error
+        return self.buffer
+
+
+class PieceAverage:
+    """A part of a bucket on its way through the four steps. Each step but the first runs in a thread of the backend."""
+
+    def __init__(self, bucket: BucketAverage, values: np.ndarray, place: slice, seed: int) -> None:
+        self.bucket = bucket
+        self.state = state = bucket.state
+        group = state.group
+        self.residual: np.ndarray | None = None
+        if bucket.residuals is not None:
+            self.residual, self.coming = (each[place].numpy() for each in (bucket.residuals.current, bucket.residuals.coming))
+        self.sum = EncodedSum(values, bucket.codec, group, state.pool, scale=1.0 / group.size(), seed=seed)
+
+    def start(self) -> None:
+        """Step 1."""
         state = self.state
         try:
             self.ticket = state.turnstile.ticket()
-            self.sum.encode(None if self.residuals is None else self.residuals.copied())
+            if self.residual is None:
+                self.sum.encode()
+            else:
+                self.coming[:] = self.residual
+                self.sum.encode(self.coming)
             arrived = exchange(self.sum.slots, state.group)
         except BaseException as error:
             self.sum.release()
@@ -237,10 +291,9 @@ class BucketAverage:
             raise
         state.wire_bytes += 2 * self.sum.slots.outgoing.numel()
         arrived.then(lambda done: self._guarded(self._combine, done))
-        return self.outcome.then(_raised)
 
     def go(self) -> None:
-        """Step 3, in this bucket's turn."""
+        """Step 3, in this piece's turn."""
         try:
             arrived = exchange(self.sum.slots, self.state.results_group)
             arrived.then(lambda done: self._guarded(self._decode, done))
@@ -248,25 +301,21 @@ class BucketAverage:
             self._fail(error)
 
     def abandon(self, error: BaseException) -> None:
-        """Ends with the error of another bucket."""
+        """Ends with the error of another piece."""
         self._end(error)
 
     def _combine(self) -> None:
         """Step 2, then the wait for step 3."""
-        if self.residuals is None:
+        if self.residual is None:
             self.sum.combine()
         else:
-            self.sum.combine_with_residual(self.residuals.current.numpy(), self.residuals.coming.numpy())
+            self.sum.combine_with_residual(self.residual, self.coming)
         self.state.turnstile.ready(self.ticket, self)
 
     def _decode(self) -> None:
         """Step 4."""
         self.sum.decode()
-        if self.land is not None:
-            self.land()
-        if self.state.feedback is not None and _is_finite(self.buffer):
-            self.state.feedback.close()
-        self._end(self.buffer)
+        self._end(None)
 
     def _guarded(self, step: Callable[[], None], arrived: Any) -> None:
         try:
@@ -282,9 +331,9 @@ class BucketAverage:
         self.state.turnstile.fail(error)
         self._end(error)
 
-    def _end(self, outcome: Any) -> None:
+    def _end(self, error: BaseException | None) -> None:
         self.sum.release()
-        self.outcome.set_result(outcome)
+        self.bucket.piece_ended(error)
 
 
 def _future_of(buffer: torch.Tensor) -> Any:
