@@ -14,7 +14,7 @@ from squinchcomm.errors import ConfigError, PeerLost
 from .address import MAX_ADDRESS_BYTES, host_identity
 from .base import Backend, Listener, Transport
 from .mpi_link import Inbox, MpiAddress, MpiLink
-from .mpi_pieces import piece_bytes
+from .mpi_pieces import UNLIMITED, piece_bytes
 from .mpi_transport import MpiTransport
 from .mpi_world import MpiWorld, join_world, wait_until
 from .options import TransportOptions
@@ -94,7 +94,8 @@ class MpiListener(Listener):
     def _link(self, peer: int, address: MpiAddress) -> MpiLink:
         own = self._own
         near = self._options.shared_memory and (address.host, address.uid) == (own.host, own.uid)
-        return MpiLink(peer, address, near, 0 if address.host == own.host else min(address.piece_bytes, own.piece_bytes))
+        pieces = UNLIMITED if address.host == own.host else max(address.piece_bytes, own.piece_bytes)
+        return MpiLink(peer, address, near, pieces)
 
     def _share_memory(self, rank: int, links: Sequence[MpiLink], timeout_s: float) -> Arena | None:
         """Maps the memory of the peers on this host, and they ours; None if there are none."""

@@ -10,9 +10,9 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from .base import Transport
-from .mpi_pieces import Pieces, cut
+from .mpi_pieces import Pieces
 from .mpi_slots import open_slots
-from .mpi_world import MPI, MpiWorld, describe, is_process_failure
+from .mpi_world import MPI, MpiWorld, Testable, describe, is_process_failure
 from .shared_memory import Arena
 from .shared_payloads import JOIN_BELOW, Reading, SharedPayloads
 
@@ -67,7 +67,7 @@ class MpiAddress(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     host: Annotated[str, msgspec.Meta(max_length=256)]
     uid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     doorway: Annotated[str, msgspec.Meta(pattern="^squinchcomm-[0-9a-f]{32}$")] | None  # see shared_memory.Doorway
-    piece_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
+    piece_bytes: Annotated[int, msgspec.Meta(ge=1 << 10, le=1 << 30)]
 
 
 class Arrival(NamedTuple):
@@ -75,13 +75,13 @@ class Arrival(NamedTuple):
 
     Attributes:
         memory: What to give back when it is released, if its payload did not come in that message.
-        request: The receives of its payload, if that is on its way.
+        request: The receive of its payload, if that is on its way, or several as one.
     """
 
     header: bytes
     payload: memoryview
     memory: mmap.mmap | Reading | None = None
-    request: Pieces | None = None
+    request: Testable | None = None
 
 
 class MpiLink:
@@ -120,8 +120,8 @@ class MpiLink:
         self.shared: SharedPayloads | None = None
         self.sent = self.acked = self.received = self.released = self.reported = 0
         self.arriving: deque[Arrival] = deque()
-        self.outgoing: deque[tuple[MPI.Request | Pieces, Any]] = deque()
-        self.loans: deque[tuple[MPI.Request | Pieces, Any]] = deque()
+        self.outgoing: deque[tuple[Testable, Any]] = deque()
+        self.loans: deque[tuple[Testable, Any]] = deque()
         self.greeted = self.silent = False
         self.leaving: str | None = None
         self.lost: str | None = None
@@ -152,11 +152,15 @@ class MpiLink:
 
     def put_payload(self, comm: MPI.Intracomm, own_rank: int, payload: memoryview, borrow: bool) -> None:
         """Sends a payload whose first message is on its way."""
-        pieces = Pieces()
-        (self.loans if borrow else self.outgoing).append((pieces, payload))
+        kept = self.loans if borrow else self.outgoing
+        tag = self.tag + 1 + own_rank
         try:
-            for part in cut(payload, self.piece_bytes):
-                pieces.add(comm.Isend([part, MPI.BYTE], self.dest, self.tag + 1 + own_rank))
+            if len(payload) <= self.piece_bytes:
+                kept.append((comm.Isend([payload, MPI.BYTE], self.dest, tag), payload))
+            else:
+                pieces = Pieces()
+                kept.append((pieces, payload))
+                pieces.start(lambda part: comm.Isend([part, MPI.BYTE], self.dest, tag), payload, self.piece_bytes)
         except MPI.Exception as error:
             self.fail(error)
 
@@ -176,7 +180,7 @@ class MpiLink:
         if self.leaving is None:
             self.leaving = DIED if is_process_failure(error) else describe(error)
 
-    def unfinished(self) -> list[tuple[MPI.Request | Pieces, Any]]:
+    def unfinished(self) -> list[tuple[Testable, Any]]:
         """Requests whose memory MPI may still touch."""
         payloads = [(arrival.request, arrival.memory) for arrival in self.arriving if arrival.request is not None]
         return [*self.outgoing, *self.loans, *payloads]
@@ -207,10 +211,13 @@ class Inbox:
         """Posts receives for the payload of a peer's frame."""
         memory = self._borrow(nbytes)
         payload = memoryview(memory)[:nbytes]
-        pieces = Pieces()
-        for part in cut(payload, link.piece_bytes):
-            pieces.add(self._comm.Irecv([part, MPI.BYTE], link.dest, self.tag + 1 + link.rank))
-        return Arrival(header, payload.toreadonly(), memory, pieces)
+        tag = self.tag + 1 + link.rank
+        if nbytes <= link.piece_bytes:
+            request: Testable = self._comm.Irecv([payload, MPI.BYTE], link.dest, tag)
+        else:
+            request = pieces = Pieces()
+            pieces.start(lambda part: self._comm.Irecv([part, MPI.BYTE], link.dest, tag), payload, link.piece_bytes)
+        return Arrival(header, payload.toreadonly(), memory, request)
 
     def _borrow(self, nbytes: int) -> mmap.mmap:
         """Memory for a payload of `nbytes`, or more: the next power of two."""

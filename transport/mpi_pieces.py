@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from .mpi_world import MPI
@@ -11,16 +11,17 @@ from .mpi_world import MPI
 # From `btl_tcp_eager_limit` on, 64 KiB with its own header, Open MPI over TCP asks before it sends (rendezvous). Question and answer
 # queue behind whatever travels between the two ranks; see docs/decisions/0008-pieces-over-mpi.md.
 _EAGER_BYTES = (64 << 10) - (1 << 10)
+UNLIMITED = 1 << 30  # a payload never has more
 _FABRICS = (Path("/sys/class/infiniband"), Path("/sys/class/cxi"))
 
 
 def piece_bytes() -> int:
-    """The most bytes of a payload that a message between hosts should have, as far as this host knows; 0: as many as it likes.
+    """The most bytes of a payload that a message between hosts should have, as far as this host knows.
 
     Fabrics that read a sender's memory ask, too, but nothing queues in front of the answer; MPICH over TCP does not ask.
     """
     asks = MPI.Get_library_version().startswith("Open MPI")
-    return 0 if not asks or any(map(_has_devices, _FABRICS)) else _EAGER_BYTES
+    return UNLIMITED if not asks or any(map(_has_devices, _FABRICS)) else _EAGER_BYTES
 
 
 def _has_devices(folder: Path) -> bool:
@@ -30,37 +31,29 @@ def _has_devices(folder: Path) -> bool:
         return False
 
 
-def cut(payload: memoryview, most: int) -> Iterator[memoryview]:
-    """Parts of `most` bytes, the last excepted; the whole payload if `most` is 0."""
-    step = most or len(payload)
-    for start in range(0, len(payload), step):
-        yield payload[start : start + step]
-
-
 class Pieces:
-    """Requests of one payload's messages, in their order, as if they were one.
+    """Requests of one payload's messages, in their order, as if they were one."""
 
-    Attributes:
-        nbytes: Received so far.
-    """
-
-    __slots__ = ("_left", "nbytes")
+    __slots__ = ("_left", "_nbytes")
 
     def __init__(self) -> None:
         self._left: deque[MPI.Request] = deque()
-        self.nbytes = 0
+        self._nbytes = 0
 
-    def add(self, request: MPI.Request) -> None:
-        """Appends the request of the next message."""
-        self._left.append(request)
+    def start(self, post: Callable[[memoryview], MPI.Request], payload: memoryview, most: int) -> None:
+        """Posts a payload in messages of `most` bytes, the last excepted. What was posted before an error is kept."""
+        for begin in range(0, len(payload), most):
+            self._left.append(post(payload[begin : begin + most]))
 
     def Test(self, status: MPI.Status | None = None) -> bool:  # noqa: N802  as MPI.Request.Test
-        """Whether all are complete; of receives, with a `status`, the bytes are counted."""
+        """Whether all are complete; `status` then has the bytes of all."""
         left = self._left
         while left:
             if not left[0].Test(status):
                 return False
             if status is not None:
-                self.nbytes += status.count
+                self._nbytes += status.count
             left.popleft()
+        if status is not None:
+            status.count = self._nbytes
         return True

@@ -316,8 +316,8 @@ class MpiTransport(SharingTransport):
                     link.fail(error)
                     arriving.clear()
                     break
-                if arrival.request.nbytes != len(arrival.payload):
-                    self._violation(link, f"a payload of {arrival.request.nbytes} bytes instead of {len(arrival.payload)}")
+                if self._inbox.status.count != len(arrival.payload):
+                    self._violation(link, f"a payload of {self._inbox.status.count} bytes instead of {len(arrival.payload)}")
             self._hand_on(link, arriving.popleft())
         if link.leaving is not None:
             self._lose(link)

@@ -35,9 +35,9 @@ _GRACE_S = 1.0  # rank 0 tells the others of a meeting that failed this much bef
 
 
 class Testable(Protocol):
-    """A request, or several."""
+    """A request, or several as one."""
 
-    def Test(self) -> bool:  # noqa: N802
+    def Test(self, status: MPI.Status | None = None) -> bool:  # noqa: N802
         """Whether MPI is done with its memory."""
 
 

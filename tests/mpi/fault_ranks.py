@@ -1,6 +1,7 @@
 """Program: all-reduces until rank 1 does what the argument says; prints one JSON line for each event.
 
-Arguments: kill, stop, raise or exit; and settings as a JSON object, with `apart` as if each rank had a host of its own. What is raised is not caught, so that the job ends as it would.
+Arguments: kill, stop, raise or exit; and settings as a JSON object, with `apart` as if each rank had a host of its own. What is
+raised is not caught, so that the job ends as it would.
 """
 
 from __future__ import annotations
