@@ -44,6 +44,7 @@ class Plan:
     contenders: list[str]
     budget_s: float  # for the repeats of one size on one kind of link
     emulate: bool
+    script: str = "links_rank.py"  # what a rank runs
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -87,7 +88,7 @@ def measure(plan: Plan) -> Iterator[Row]:
     """Rows in the order of ranks, links and sizes, as they are measured."""
     for world_size in plan.ranks:
         between = [link for link in plan.links if link != "loopback"]
-        with _network(plan, world_size) as network, Ranks(world_size, network) as ranks:
+        with _network(plan, world_size) as network, Ranks(world_size, network, script=plan.script) as ranks:
             _open(ranks, plan.contenders)
             for link in between:
                 contenders = plan.contenders

@@ -30,7 +30,7 @@ from typing import Any
 import links
 import links_report
 import netns
-from simulate_constants import FAST, SLOW, Exchange, calibrate, derive
+from simulate_constants import FAST, RANK, SLOW, Exchange, calibrate, derive
 
 from squinchcomm.config import parse_size
 from squinchcomm.cost import DIRECT, HIERARCHICAL, PAIRWISE, Layout, Prediction, algorithms, predict
@@ -122,7 +122,7 @@ def cells(
     os.environ["SQUINCH_ALGORITHM"] = "hierarchical"
     for per_host, hosts in worlds:
         contenders = CODECS if per_host == 1 else [*CODECS, *(f"{codec}/flat" for codec in CODECS)]
-        plan = links.Plan([per_host * hosts], per_host, names, sizes, contenders, budget_s, emulate=False)
+        plan = links.Plan([per_host * hosts], per_host, names, sizes, contenders, budget_s, emulate=False, script=RANK)
         for row in links.measure(plan):
             if not row.ok:
                 raise RuntimeError(f"a wrong result: {row}")
@@ -191,7 +191,7 @@ def header(settings: dict[str, Any]) -> list[str]:
         f"# {settings['date']}, {settings['processor']}, {settings['cores']} cores, Linux {settings['kernel']}, "
         f"load {settings['load']}",
         f"# links: {settings['links']}",
-        "# median and fastest: of n repeats of the slowest rank's time. error: predicted / median - 1.",
+        "# median and fastest: of n repeats, from the mean of the ranks' calls to the last return. error: predicted / median - 1.",
         "# link, processors, exposed: what the model adds up to; its exposed includes latency (docs/cost-model.md).",
     ]
 

@@ -22,6 +22,7 @@ from squinchcomm.machine import CodecCost, Machine
 KIB, MIB = 1024, 1024 * 1024
 CALIBRATION_RANKS = (2, 4, 8)
 FAST, SLOW = "10Gbit", "1Gbit"
+RANK = "simulate_rank.py"
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,12 @@ class Exchange:
 def exchanges(ranks: int, link: str, plan: list[tuple[str, int, int]]) -> list[Exchange]:
     """Measures each of `plan`: kind, bytes of a part, repeats."""
     made = []
-    with netns.Network(ranks) as network, Ranks(ranks, network, script="simulate_rank.py") as processes:
+    with netns.Network(ranks) as network, Ranks(ranks, network, script=RANK) as processes:
         network.shape(links.RATES[link])
         processes.ask("open_squinch")
         for kind, part_bytes, repeats in plan:
             answers = processes.ask("exchange", kind=kind, part_bytes=part_bytes, repeats=repeats)
-            starts = np.array([answer["starts"] for answer in answers])
-            ends = starts + np.array([answer["times"] for answer in answers])
-            time_s = float(np.median(ends.max(axis=0) - starts.max(axis=0)))
+            time_s = float(np.median(np.max([answer["times"] for answer in answers], axis=0)))
             made.append(Exchange(kind, ranks, part_bytes, link, time_s, fmean(each["processor_s"] for each in answers)))
     return made
 

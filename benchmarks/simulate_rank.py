@@ -1,6 +1,7 @@
-"""One rank of the measurement behind the constants of `simulate_check.py`: nothing that `exchange` runs is an all-reduce.
+"""One rank of `simulate_check.py`: the commands of the link benchmark, and exchanges that are not all-reduces.
 
-It obeys commands as the ranks of the link benchmark do, and knows theirs, too.
+Its times count from the mean of the ranks' calls. Where ranks outnumber processors they leave a barrier one by one, up to a third of an
+all-reduce apart: the first to call have done a part of their work when the last one does, and have waited for it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,28 @@ import numpy as np
 class Rank(links_rank.Rank):
     """State of one rank between commands."""
 
+    def measure(self, *, contenders: list[str], repeats: int, check: bool) -> dict[str, Any]:
+        """As in the link benchmark, but that nothing is read between barrier and call, which would set the ranks further apart."""
+        starts: dict[str, list[float]] = {name: [] for name in contenders}
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        checks = {}
+        for repeat in range(repeats):
+            turn = repeat % len(contenders)
+            for name in contenders[turn:] + contenders[:turn]:
+                call, result = self._prepare(name)
+                self._barrier()
+                start = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - start)
+                starts[name].append(start)
+                if check and repeat == 0:
+                    checks[name] = self._check(result())
+        for name in contenders:
+            starts[name], times[name] = self._from_mean_call(starts[name], times[name])
+        return {"starts": starts, "times": times, "sent": {name: [0] * repeats for name in contenders}, "checks": checks}
+
     def exchange(self, *, kind: str, part_bytes: int, repeats: int) -> dict[str, Any]:
-        """Moments and seconds of `repeats` exchanges, each after a barrier, and the median processor time of this process.
+        """Seconds of `repeats` exchanges, each after a barrier, and the median processor time of this process.
 
         Args:
             kind: "move" sends `part_bytes` to every other rank and gets as many; "reduce" is a reduce-scatter with squinch6 in which
@@ -36,7 +57,15 @@ class Rank(links_rank.Rank):
                 times.append(time.perf_counter() - start)
                 processor.append(time.process_time() - before)
                 starts.append(start)
-        return {"starts": starts, "times": times, "processor_s": statistics.median(processor)}
+        return {"times": self._from_mean_call(starts, times)[1], "processor_s": statistics.median(processor)}
+
+    def _from_mean_call(self, starts: list[float], times: list[float]) -> tuple[list[float], list[float]]:
+        """The mean moments at which all ranks called, and the seconds from there to this rank's returns."""
+        own = np.array(starts)
+        everybody = np.empty((self.world_size, own.size))
+        self.comm.all_gather(everybody, own)
+        mean = everybody.mean(axis=0)
+        return mean.tolist(), (own + times - mean).tolist()
 
     def _moving(self, part_bytes: int) -> Callable[[], None]:
         parts = [0 if rank == self.rank else part_bytes for rank in range(self.world_size)]

@@ -75,7 +75,7 @@ class Prediction:
 
     Attributes:
         algorithm: Its name.
-        time_s: From the call of the last rank to the return of the last rank.
+        time_s: From the moment at which all ranks call to the return of the last one.
         latency_s: Frames on their way with nothing else to do.
         exposed_s: Work on the first and the last chunk, during which the link idles.
         link_s: The link busy.
