@@ -52,9 +52,9 @@ class Machine:
     mtu: int = 1500
     latency_s: float = 50e-6
     local_latency_s: float = 30e-6
-    call_s: float = 40e-6
+    call_s: float = 50e-6
     frame_s: float = 50e-6
-    chunk_s: float = 30e-6
+    chunk_s: float = 45e-6
     socket_bytes_per_s: float = 1.4e9
     memory_bytes_per_s: float = 40e9
     add_bytes_per_s: float = 40e9
