@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -77,7 +77,27 @@ class GroupWork(dist.Work):
         if error is None:
             self._future.set_result(self._outputs)
         else:
-            self._future.set_exception(error)
+            self._future._set_unwrap_func(_raise_failure)
+            self._future.set_result(_Failure(error))
+
+
+class _Failure:
+    """What the future of a failed call holds, in place of `set_exception`'s bare error.
+
+    torch's C++ parts, DDP's reducer among them, know no exception set from Python: they look for tensors in whatever the future holds, by
+    pickling it, and take the first without asking whether there is one. Pickling this raises the error.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> NoReturn:
+        raise self.error
+
+
+def _raise_failure(held: object) -> None:
+    if isinstance(held, _Failure):
+        raise held.error
 
 
 @untraced

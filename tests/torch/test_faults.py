@@ -127,3 +127,21 @@ def test_a_killed_rank_is_named(asynchronous: bool) -> None:
     for rank in (0, 2):
         assert isinstance(results[rank], float), results[rank]
         assert results[rank] < 1.0 + 0.5
+
+
+def killed_while_others_train(rank: int) -> str:
+    """Rank 1 dies between two steps; returns what the others' backward raises. DDP waits for futures in C++."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(256, 256))
+    model(torch.ones(2, 256)).sum().backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 256)).sum().backward()
+    return str(caught.value)
+
+
+def test_backward_of_ddp_names_a_killed_rank() -> None:
+    results = World(3, killed_while_others_train, init={}).outcomes()
+    assert results[1] is None
+    for rank in (0, 2):
+        assert "PeerLost" in results[rank] and "rank 1 was lost" in results[rank], results[rank]
