@@ -186,7 +186,7 @@ class Config:
         "auto",
         _choice("auto", "explicit", "off"),
         "auto, explicit or off",
-        "auto compresses sums and averages with the codec above, explicit only where a call asks, off nothing",
+        "auto compresses sums and averages with the codec that is set, explicit only where a call asks, off nothing",
     )
     min_compress_bytes: int = _setting(
         "SQUINCH_MIN_COMPRESS_BYTES",

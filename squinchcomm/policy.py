@@ -49,7 +49,12 @@ def choose_codec(
     asked = requested is not None
     name = requested if requested is not None else default
     auto = name == AUTO
-    codec = get_codec(AUTO_CODEC if auto else name)
+    try:
+        codec = get_codec(AUTO_CODEC if auto else name)
+    except ConfigError as error:
+        if asked:
+            raise
+        raise ConfigError(f"the setting codec (SQUINCH_CODEC): {error}, and {AUTO}") from None
     if codec.lossless:
         return codec, None
     reason = "off" if compress == "off" else "explicit" if compress == "explicit" and not asked else None

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from squinchcomm.communicator import Communicator
+from squinchcomm.errors import ConfigError
 from squinchcomm.policy import choose_codec
 from tests.worlds import run_world
 
@@ -26,6 +27,12 @@ def test_policy() -> None:
     assert chosen("squinch6", "none", np.float64, 1 << 20, "sum") == ("squinch6", None)
     assert chosen(None, "squinch6", np.float32, 1 << 20, "max") == ("none", "op")
     assert chosen("none", "squinch6", np.float32, 1 << 20, "sum") == ("none", None)
+    with pytest.raises(
+        ConfigError, match=r"^the setting codec \(SQUINCH_CODEC\): unknown codec 'zip'; known are none, .*, and auto$"
+    ):
+        chosen(None, "zip", np.float32, 100, "sum")
+    with pytest.raises(ConfigError, match=r"^unknown codec 'zip'"):
+        chosen("zip", "none", np.float32, 100, "sum")
 
 
 @pytest.mark.parametrize(

@@ -171,4 +171,6 @@ def test_signatures_of_large_worlds_and_unknown_codecs_can_be_told() -> None:
     parts = wire.Signature("all_gather", "", np.dtype(np.int64), 1000, parts=tuple(range(1000)))
     assert "parts with checksum" in wire.read_header(parts.pack(1, 2)).describe()
     other = wire.Signature("allreduce", "sum", np.dtype(np.int64), 10, (10,), codec_id=200)
+    lossless = wire.Signature("allreduce", "sum", np.dtype(np.int64), 10, (10,))
+    assert "lossless" in wire.read_header(lossless.pack(1, 2)).describe(codec_name)
     assert "codec number 200" in wire.read_header(other.pack(1, 2)).describe(codec_name)

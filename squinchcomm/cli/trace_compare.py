@@ -147,9 +147,8 @@ def _find_behind(verdict: Verdict, clocks: Clocks) -> None:
         behind_s = clocks.time(recording, recording.header.written) - min(known, default=0.0)
         failed = any(call.state == FAILED for _, call in made)
         if not (recording.header.closed or failed or not known or behind_s > SLACK_S):
-            verdict.notes.append(
-                f"rank {rank} was still before call #{number} when its file was written, {behind_s:.1f} s after others"
-            )
+            when = f"{abs(behind_s):.1f} s {'after' if behind_s > 0 else 'before'} others made it"
+            verdict.notes.append(f"rank {rank} was still before call #{number} when its file was written, {when}")
             continue
         what = f", {made[0][1].describe()}," if made else ","
         how = "had closed the communicator" if recording.header.closed and not recording.header.failure else "is behind"

@@ -140,6 +140,8 @@ class Header:
             parts.append(f"root {self.root}")
         if self.codec_id:
             parts.append(f"codec {codec_name(self.codec_id)} v{self.codec_version}")
+        elif self.reduction:
+            parts.append("lossless")
         return f"{op} #{self.sequence}" + (f" ({', '.join(parts)})" if parts else "")
 
 

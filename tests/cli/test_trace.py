@@ -148,7 +148,9 @@ def test_files_of_a_running_job_are_not_of_one_moment(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, [call(0), call(1)])
     done = trace(tmp_path)
     assert done.exit_code == 0, done.output
-    assert "rank 1 was still before call #2" in done.output
+    assert "rank 1 was still before call #2 when its file was written, 0.2 s after others made it" in done.output
+    save(tmp_path, 1, 2, [call(0), call(1)], written=999.7)
+    assert "when its file was written, 0.1 s before others made it" in trace(tmp_path).output
 
 
 def test_a_call_that_hangs_on_all(tmp_path: Path) -> None:
