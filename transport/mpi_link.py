@@ -12,7 +12,7 @@ import msgspec
 from .base import Transport
 from .mpi_pieces import Pieces
 from .mpi_slots import open_slots
-from .mpi_world import MPI, MpiWorld, Testable, describe, is_process_failure
+from .mpi_world import MPI, MpiWorld, Testable, describe, is_process_failure, over
 from .shared_memory import Arena
 from .shared_payloads import JOIN_BELOW, Reading, SharedPayloads
 
@@ -171,8 +171,9 @@ class MpiLink:
                 while queue and queue[0][0].Test():
                     queue.popleft()
             except MPI.Exception as error:
-                queue.popleft()
                 self.fail(error)
+                if over(queue[0][0]):
+                    queue.popleft()
 
     def fail(self, error: MPI.Exception) -> None:
         """An operation with this peer failed: it is lost once what it sent before is taken."""
@@ -180,10 +181,13 @@ class MpiLink:
         if self.leaving is None:
             self.leaving = DIED if is_process_failure(error) else describe(error)
 
+    def unreceived(self) -> list[tuple[Testable, Any]]:
+        """Receives of payloads, to whose memory MPI may still write."""
+        return [(arrival.request, arrival.memory) for arrival in self.arriving if arrival.request is not None]
+
     def unfinished(self) -> list[tuple[Testable, Any]]:
         """Requests whose memory MPI may still touch."""
-        payloads = [(arrival.request, arrival.memory) for arrival in self.arriving if arrival.request is not None]
-        return [*self.outgoing, *self.loans, *payloads]
+        return [*self.outgoing, *self.loans, *self.unreceived()]
 
 
 class Inbox:

@@ -46,11 +46,15 @@ class Pieces:
             self._left.append(post(payload[begin : begin + most]))
 
     def Test(self, status: MPI.Status | None = None) -> bool:  # noqa: N802  as MPI.Request.Test
-        """Whether all are complete; `status` then has the bytes of all."""
+        """Whether all are complete; `status` then has the bytes of all. After an error those behind it are left."""
         left = self._left
         while left:
-            if not left[0].Test(status):
-                return False
+            try:
+                if not left[0].Test(status):
+                    return False
+            except MPI.Exception:
+                left.popleft()
+                raise
             if status is not None:
                 self._nbytes += status.count
             left.popleft()

@@ -314,6 +314,7 @@ class MpiTransport(SharingTransport):
                         return False
                 except MPI.Exception as error:
                     link.fail(error)
+                    self._world.leave_behind(link.unreceived())
                     arriving.clear()
                     break
                 if self._inbox.status.count != len(arrival.payload):

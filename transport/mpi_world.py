@@ -93,7 +93,7 @@ class MpiWorld:
     def leave_behind(self, requests: Sequence[tuple[Testable, Any]]) -> None:
         """Keeps the memory of requests that may never complete for as long as MPI may touch it."""
         with self._lock:
-            self.orphans = [orphan for orphan in (*self.orphans, *requests) if not _over(orphan[0])]
+            self.orphans = [orphan for orphan in (*self.orphans, *requests) if not over(orphan[0])]
 
     def failed(self) -> frozenset[int]:
         """Ranks whose processes MPI knows to be dead; asks it every 0.05 s at most. Empty without ULFM."""
@@ -316,8 +316,11 @@ def _decode(message: bytes) -> Reply:
         raise WireFormatError(f"rank 0 runs another version of squinchcomm: {error}", peer=0) from None
 
 
-def _over(request: Testable) -> bool:
-    try:
-        return bool(request.Test())
-    except MPI.Exception:
-        return True
+def over(request: Testable) -> bool:
+    """Whether MPI is done with a request's memory, well or not. Of several as one, an error ends a single one."""
+    while True:
+        try:
+            return bool(request.Test())
+        except MPI.Exception:
+            if isinstance(request, MPI.Request):
+                return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import threading
 import time
@@ -19,9 +20,9 @@ from squinchcomm.config import Config
 from squinchcomm.errors import CommunicatorAborted, ConfigError, PeerLost, WireFormatError
 from squinchcomm.joining import join
 from squinchcomm.transport.mpi_backend import MpiBackend
-from squinchcomm.transport.mpi_link import CREDIT, PREFIX
+from squinchcomm.transport.mpi_link import CREDIT, PREFIX, SPLIT
 from squinchcomm.transport.mpi_pieces import UNLIMITED, piece_bytes
-from squinchcomm.transport.mpi_world import join_world
+from squinchcomm.transport.mpi_world import join_world, over, wait_until
 from squinchcomm.transport.options import TransportOptions
 
 WORLD = MPI.COMM_WORLD
@@ -123,6 +124,38 @@ def check_payloads_to_another_host_go_in_pieces() -> None:
         assert recorder.largest == largest, (recorder.largest, largest)
         WORLD.Barrier()
         transport.close()
+
+
+def check_payloads_after_one_that_does_not_fit_write_to_memory_that_is_kept() -> None:
+    """MPI may still write what it was asked to receive when a peer is given up: memory is not somebody else's until it has."""
+    world, nbytes = join_world(WORLD, 20.0), 1 << 20
+    backend = MpiBackend(TransportOptions(host=f"host{RANK}", shared_memory=False), world)
+    listener = backend.listen()
+    transport = listener.connect(RANK, world.exchange(listener.address, 20.0), 20.0)
+    most = min(piece_bytes(), nbytes)
+    pieces = [(b"y" * nbytes)[start : start + most] for start in range(most, nbytes, most)]
+    WORLD.Barrier()
+    if RANK == 1:
+        link = transport._links[0]
+        world.comm.Send([PREFIX.pack(link.session, 1, 0, 0, nbytes, 0, SPLIT), MPI.BYTE], link.dest, link.tag)
+        world.comm.Send([b"x" * (most + 1), MPI.BYTE], link.dest, link.tag + 1 + RANK)
+    elif RANK == 0:
+        deadline = time.monotonic() + 5.0
+        while 1 not in transport.lost and time.monotonic() < deadline:
+            assert transport.recv(0.1) is None
+        assert "truncated" in transport.lost[1].lower()
+    WORLD.Barrier()
+    if RANK == 1:
+        for piece in pieces:
+            world.comm.Send([piece, MPI.BYTE], link.dest, link.tag + 1 + RANK)
+    elif RANK == 0:
+        kept = [(request, memory) for request, memory in world.orphans if isinstance(memory, mmap.mmap)]
+        assert len(kept) == bool(pieces)
+        for request, memory in kept:
+            assert wait_until(lambda request=request: over(request), 5.0)
+            assert memory[most:nbytes] == b"".join(pieces)
+    WORLD.Barrier()
+    transport.close(0.2)
 
 
 def check_nothing_is_left_behind() -> None:
