@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import functools
+import signal
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
 from squinchcomm.collectives import call
+from squinchcomm.collectives.coder import CodecCoder
 from squinchcomm.communicator import Communicator
+from squinchcomm.config import Config
+from squinchcomm.errors import CommunicatorAborted
+from squinchcomm.joining import join
 from squinchcomm.kernels.dtypes import dtype_name
+from squinchcomm.transport.inproc import InprocRendezvous
 from squinchcomm.transport.options import TransportOptions
+from squinchcomm.transport.registry import get_backend
 from tests.conformance import collective_checks as checks
 from tests.worlds import WORLD_SIZES, run_world
 
@@ -127,6 +138,42 @@ def test_several_codec_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatc
     one, several = (run_world(3, body, codec_threads=threads, min_compress_bytes=0) for threads in (1, 4))
     for first, second in zip(one, several, strict=True):
         checks.same_bits([np.concatenate(first), np.concatenate(second)])
+
+
+def test_when_an_interrupted_call_is_left_no_thread_works_on_its_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call, "POOLED_CHUNK_BYTES", 0)
+    encode, working, begun = CodecCoder.outgoing, Counter[str](), threading.Event()
+
+    def slowly(*args: Any) -> np.ndarray:
+        thread = threading.current_thread().name
+        if thread.startswith("squinchcomm-codec-0"):
+            working[thread] += 1
+            begun.set()
+            time.sleep(0.3)
+            working[thread] -= 1
+        return encode(*args)
+
+    monkeypatch.setattr(CodecCoder, "outgoing", slowly)
+    rendezvous = InprocRendezvous(3)
+
+    def reduce(rank: int, error: type[BaseException]) -> None:
+        with join(
+            get_backend("inproc", TransportOptions()), rank, lambda blob: rendezvous.exchange(rank, blob, 20.0), config
+        ) as comm:
+            with pytest.raises(error):
+                comm.allreduce(checks.random_array(rank, 300_007), codec="squinch6")
+            assert not any(working.values())
+
+    def interrupt() -> None:
+        assert begun.wait(20.0)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    config = Config(codec_threads=4, min_compress_bytes=0)
+    with ThreadPoolExecutor(3) as others:
+        running = [others.submit(interrupt), *(others.submit(reduce, rank, CommunicatorAborted) for rank in (1, 2))]
+        reduce(0, KeyboardInterrupt)
+    for each in running:
+        each.result()
 
 
 def _gradients(rank: int, common: float) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -162,8 +162,14 @@ class Call:
     def _together(self, tasks: list[Callable[[], Any]]) -> list[Any]:
         """Runs tasks in the pool; when it returns or raises, none of them touches the user's arrays any more."""
         assert self._pool is not None
-        futures = [self._pool.submit(task) for task in tasks]
-        wait(futures)
+        futures: list[Future[Any]] = []
+        try:
+            for task in tasks:
+                futures.append(self._pool.submit(task))
+            wait(futures)
+        except BaseException:  # KeyboardInterrupt, or no thread could be started
+            wait([future for future in futures if not future.cancel()])
+            raise
         return [future.result() for future in futures]
 
     def _recorded_parcels(self, peer: int, parcels: Iterator[Parcel]) -> Iterator[Parcel]:
