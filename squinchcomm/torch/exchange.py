@@ -65,8 +65,8 @@ class SlotPool:
         """Slots of `slot_bytes` each. Waits while too many are out, which a `give` of another thread ends."""
         with self._returned:
             self._returned.wait_for(lambda: self._out < MAX_IN_FLIGHT)
-            self._out += 1
             memory = self._fitting((2 * group.size() - 1) * slot_bytes)
+            self._out += 1
         return Slots(memory, group.rank(), group.size(), slot_bytes)
 
     def give(self, slots: Slots) -> None:

@@ -237,8 +237,12 @@ class BucketAverage:
 
     def start(self) -> Any:
         """Sends all pieces on their way; the future of the whole."""
-        for number, (start, stop) in enumerate(pairwise(self._bounds)):
-            PieceAverage(self, self._values[start:stop], slice(start, stop), mix(self._seed, number)).start()
+        try:
+            for number, (start, stop) in enumerate(pairwise(self._bounds)):
+                PieceAverage(self, self._values[start:stop], slice(start, stop), mix(self._seed, number)).start()
+        except BaseException as error:
+            self.state.turnstile.fail(error)
+            raise
         return self.outcome.then(_raised)
 
     def piece_ended(self, error: BaseException | None) -> None:
@@ -285,9 +289,8 @@ class PieceAverage:
                 self.coming[:] = self.residual
                 self.sum.encode(self.coming)
             arrived = exchange(self.sum.slots, state.group)
-        except BaseException as error:
+        except BaseException:
             self.sum.release()
-            state.turnstile.fail(error)
             raise
         state.wire_bytes += 2 * self.sum.slots.outgoing.numel()
         arrived.then(lambda done: self._guarded(self._combine, done))
@@ -298,7 +301,7 @@ class PieceAverage:
             arrived = exchange(self.sum.slots, self.state.results_group)
             arrived.then(lambda done: self._guarded(self._decode, done))
         except BaseException as error:
-            self._fail(error)
+            self._fail(error, "could not send its part of a gradient bucket")
 
     def abandon(self, error: BaseException) -> None:
         """Ends with the error of another piece."""
@@ -318,16 +321,18 @@ class PieceAverage:
         self._end(None)
 
     def _guarded(self, step: Callable[[], None], arrived: Any) -> None:
+        what = "did not get a gradient bucket of the others"
         try:
             arrived.value()
+            what = f"could not average a gradient bucket of {self.bucket.buffer.nbytes} bytes"
             step()
         except BaseException as error:
-            self._fail(error)
+            self._fail(error, what)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, what: str) -> None:
         if not isinstance(error, SquinchError):
             rank = self.state.group.rank()
-            error = CommunicatorAborted(f"rank {rank} did not get a gradient bucket of the others: {error}", rank=rank)
+            error = CommunicatorAborted(f"rank {rank} {what}: {type(error).__name__}: {error}", rank=rank)
         self.state.turnstile.fail(error)
         self._end(error)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from squinchcomm.errors import CommunicatorAborted
-from squinchcomm.torch import CompressState, compress_hook
+from squinchcomm.torch import CompressState, compress_hook, hook
 from squinchcomm.torch.turnstile import Turnstile
 from tests.torch.hook_checks import Sum, gradients_of
 from tests.torch.ranks import World, scratch_store
@@ -60,6 +60,40 @@ def test_the_others_hear_of_a_dead_rank(backend: str, tmp_path: Path) -> None:
         assert took_s < 15.0, results[each]
         assert ("rank 1 was lost" if backend == "squinch" else "did not get a gradient bucket") in first
         assert "an earlier gradient exchange failed" in second or "aborted" in second
+
+
+def rank_that_may_run_out_of_memory(rank: int, store: str) -> str:
+    """In the middle of a bucket of 24 pieces; the words of what it raised, without what may not have been released."""
+    hook.PIECE_BYTES = 16 << 10
+    dist.init_process_group("squinch", rank=rank, world_size=3, init_method=store, timeout=timedelta(seconds=20))
+    ddp, state = DistributedDataParallel(Sum([100_000])), CompressState()
+    ddp.register_comm_hook(state, compress_hook)
+    ddp(gradients_of(rank, [100_000])).backward()
+    fitting, left = state.pool._fitting, [5]
+
+    def exhausted(nbytes: int) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] == 0:
+            raise MemoryError("no room")
+        return fitting(nbytes)
+
+    if rank == 1:
+        state.pool._fitting = exhausted
+    with pytest.raises((RuntimeError, CommunicatorAborted, MemoryError)) as failed:
+        ddp(gradients_of(rank, [100_000], step=1)).backward()
+    until = time.monotonic() + 5.0
+    while state.pool._out and time.monotonic() < until:
+        time.sleep(0.01)
+    assert state.pool._out == 0
+    with pytest.raises(CommunicatorAborted, match="an earlier gradient exchange failed"):
+        state.turnstile.ticket()
+    return str(failed.value)
+
+
+def test_a_rank_that_fails_between_the_pieces_of_a_bucket_exchanges_nothing_more(tmp_path: Path) -> None:
+    results = World(3, rank_that_may_run_out_of_memory, scratch_store(tmp_path, "store"), bare=True).outcomes()
+    assert results[1] == "no room"
+    assert all("rank 1 was lost" in results[each] for each in (0, 2)), results
 
 
 class Note:
