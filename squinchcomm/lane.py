@@ -68,8 +68,7 @@ class Lane:
     def abort(self, reason: str) -> None:
         """Ends the call in progress and all later ones; tells the other ranks."""
         self.channel.abort(reason)
-        error = CommunicatorAborted(f"rank {self.channel.rank} aborted: {reason}", rank=self.channel.rank)
-        self._progress.if_idle(lambda: self._fail(error))
+        self._progress.if_idle(self._tell_abort)
 
     @property
     def in_flight(self) -> int:
@@ -86,6 +85,8 @@ class Lane:
         if not done:
             self.abort("the communicator was closed")
             done = self.settle()
+        if done and self.channel.abort_reason is not None:
+            self._tell_abort()  # it may have come when a call had nothing more to wait for
         self._progress.close()
         if self._pool is not None:
             self._pool.shutdown(wait=done)
@@ -113,9 +114,11 @@ class Lane:
         if record is not None:
             record.done(ended, stats.take_error_ratio())
 
-    def _fail(self, error: CommunicatorAborted) -> None:
+    def _tell_abort(self) -> None:
+        """Tells the other ranks of an abort between two calls."""
         if self.channel.failure is None:
-            self.channel.fail(error)
+            reason = f"rank {self.channel.rank} aborted: {self.channel.abort_reason}"
+            self.channel.fail(CommunicatorAborted(reason, rank=self.channel.rank))
             self._dump_failure()
 
     def _dump_failure(self) -> None:
@@ -124,8 +127,8 @@ class Lane:
 
     def _execute(self, ticket: Ticket, body: Body, call: Call) -> None:
         channel = self.channel
-        channel.check_usable(ticket)
         try:
+            channel.check_usable(ticket)
             body(call)
         except SquinchError as error:
             channel.fail(error)

@@ -206,6 +206,25 @@ def test_close_lets_pending_calls_finish_and_ends_those_that_cannot() -> None:
     run_world(2, stuck, transport="zmq", timeout_s=1.0)
 
 
+@pytest.mark.parametrize("transport", ["inproc", "zmq"])
+@pytest.mark.parametrize("calls_again", [False, True])
+def test_others_hear_of_an_abort_that_came_as_a_call_was_ending(transport: str, calls_again: bool) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            comm.barrier()
+            comm._channel.abort("enough")  # as `abort` does while the last frame of a call has been handled but the call goes on
+            if calls_again:
+                with pytest.raises(CommunicatorAborted, match="enough"):
+                    comm.barrier()
+            comm.close()
+        else:
+            with pytest.raises(CommunicatorAborted, match="enough"):  # noqa: PT012 - it may come in the first
+                comm.barrier()
+                comm.barrier(timeout_s=5.0)
+
+    run_world(3, body, transport=transport)
+
+
 def test_calls_after_close_are_refused_at_once() -> None:
     def body(comm: Communicator) -> None:
         lane = comm._lane
