@@ -212,7 +212,9 @@ def test_others_hear_of_an_abort_that_came_as_a_call_was_ending(transport: str, 
     def body(comm: Communicator) -> None:
         if comm.rank == 1:
             comm.barrier()
-            comm._channel.abort("enough")  # as `abort` does while the last frame of a call has been handled but the call goes on
+            comm._channel.abort(
+                "enough"
+            )  # as `abort` does while the last frame of a call has been handled but the call goes on
             if calls_again:
                 with pytest.raises(CommunicatorAborted, match="enough"):
                     comm.barrier()
