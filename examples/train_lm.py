@@ -265,7 +265,10 @@ def main(arguments: list[str] | None = None) -> tuple[float, bytes]:
 
     mine = torch.frombuffer(bytearray(digest(model)), dtype=torch.uint8)
     everyones = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(everyones, mine)
+    # The handle is kept to the end: else a thread of gloo may be the last to let go of these tensors, wants the interpreter for that, and
+    # hangs with this thread, which has the interpreter and ends the group.
+    gathering = dist.all_gather(everyones, mine, async_op=True)
+    gathering.wait()
     if not all(torch.equal(other, mine) for other in everyones):
         raise SystemExit("ranks hold different parameters")
     log("all ranks hold the same parameters")

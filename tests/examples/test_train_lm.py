@@ -118,8 +118,11 @@ def started(command: str, folder: Path, *more: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", commands())
 def test_the_commands_of_the_docstring_work(command: str, tmp_path: Path) -> None:
-    process = started(command, tmp_path, "--steps", "3")
-    output = process.communicate(timeout=110)[0]
+    with started(command, tmp_path, "--steps", "3") as process:
+        try:
+            output = process.communicate(timeout=110)[0]
+        finally:
+            process.terminate()  # and with torchrun its ranks
     assert process.returncode == 0, output
     assert "step 3/3" in output
     assert "all ranks hold the same parameters" in output
