@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +25,34 @@ class Job(NamedTuple):
 
     compute: Callable[[], Any]
     finish: Callable[[Any], None]
+
+
+class Gate:
+    """Lets tasks of other threads through until it is shut."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._is_shut = False
+
+    def pass_through(self, task: Callable[[], Any]) -> Any:
+        """What `task` returns; None if the gate is shut."""
+        with self._changed:
+            if self._is_shut:
+                return None
+            self._inside += 1
+        try:
+            return task()
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def shut(self) -> None:
+        """Lets no more in and waits until all are out."""
+        with self._changed:
+            self._is_shut = True
+            self._changed.wait_for(lambda: not self._inside)
 
 
 class Call:
@@ -162,13 +191,13 @@ class Call:
     def _together(self, tasks: list[Callable[[], Any]]) -> list[Any]:
         """Runs tasks in the pool; when it returns or raises, none of them touches the user's arrays any more."""
         assert self._pool is not None
-        futures: list[Future[Any]] = []
+        gate = Gate()
         try:
-            for task in tasks:
-                futures.append(self._pool.submit(task))
+            futures = [self._pool.submit(gate.pass_through, task) for task in tasks]
             wait(futures)
-        except BaseException:  # KeyboardInterrupt, or no thread could be started
-            wait([future for future in futures if not future.cancel()])
+        except BaseException:
+            # KeyboardInterrupt, perhaps in the middle of a submission, of which no future tells then; or no thread could be started.
+            gate.shut()
             raise
         return [future.result() for future in futures]
 
