@@ -97,14 +97,17 @@ class Rank:
             for name in contenders[turn:] + contenders[:turn]:
                 call, result = self._prepare(name)
                 self._barrier()
-                bytes_before, start = sent_bytes(self.interface), time.perf_counter()
+                bytes_before, start = self._sent_bytes(), time.perf_counter()
                 call()
                 times[name].append(time.perf_counter() - start)
                 starts[name].append(start)
-                sent[name].append(sent_bytes(self.interface) - bytes_before)
+                sent[name].append(self._sent_bytes() - bytes_before)
                 if check and repeat == 0:
                     checks[name] = self._check(result())
         return {"starts": starts, "times": times, "sent": sent, "checks": checks}
+
+    def _sent_bytes(self) -> int:
+        return sent_bytes(self.interface)
 
     def memory(self, *, contender: str) -> dict[str, int]:
         """Bytes that one all-reduce adds to this process at its peak, beyond what it held before, the input included."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from netns import INTERFACE, Network
+from netns import INTERFACE, Network, codec_threads
 
 _FOLDER = Path(__file__).parent
 # Outside a namespace's reach nothing else listens there, so that the numbers need no search.
@@ -43,8 +43,7 @@ class Ranks:
         self._processes: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
         self._answers: list[queue.Queue[str]] = [queue.Queue() for _ in range(world_size)]
-        # Ranks in namespaces take each other for other hosts and would all count on all cores.
-        threads = str(max(1, len(os.sched_getaffinity(0)) // world_size))
+        threads = codec_threads(world_size)
         for rank in range(world_size):
             place = rank * len(network.names) // world_size if network else 0 if one_host else rank
             settings = {

@@ -67,8 +67,7 @@ def main() -> int:
     reason = netns.available()
     if reason is not None:
         raise SystemExit(f"mpi_hosts.py needs network namespaces: {reason}")
-    # Each namespace is a host, of which all cores seem to belong to its rank.
-    threads = str(max(1, len(os.sched_getaffinity(0)) // options.hosts))
+    threads = netns.codec_threads(options.hosts)
     environment = (
         {"SQUINCH_CODEC_THREADS": threads}
         | os.environ

@@ -32,6 +32,11 @@ def available() -> str | None:
     return None
 
 
+def codec_threads(ranks: int) -> str:
+    """SQUINCH_CODEC_THREADS for ranks on this machine: in namespaces each takes itself for alone on a host of all cores."""
+    return str(max(1, len(os.sched_getaffinity(0)) // ranks))
+
+
 class Network:
     """`hosts` namespaces with one interface each, `INTERFACE` with address `address(i)`, on one bridge. A context manager."""
 
