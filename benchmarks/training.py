@@ -44,6 +44,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="steps of each training (default 1000)")
     parser.add_argument("--seeds", type=int, nargs="+", help="seeds of the trainings (default 0 1 2)")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="instead of all")
+    parser.add_argument(
+        "--bucket-mb", type=float, help="DDP's bucket_cap_mb when steps are timed (default torch's; not PowerSGD's)"
+    )
+    parser.add_argument("--bucket-view", action="store_true", help="DDP's gradient_as_bucket_view when steps are timed")
     parser.add_argument("--raw", type=Path, default=RAW, metavar="FILE", help="where results are kept as they come")
     parser.add_argument("--fresh", action="store_true", help="forget the results kept there")
     parser.add_argument(
@@ -53,8 +57,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.rounds = options.rounds or (7 if options.quick else 40)
     options.steps = options.steps or (100 if options.quick else 1000)
     options.seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
-    if options.ranks < 2 or options.gbit <= 0 or options.steps < CURVE_POINTS:
-        parser.error(f"--ranks must be at least 2, --gbit above 0, --steps at least {CURVE_POINTS}")
+    if options.ranks < 2 or options.gbit <= 0 or options.steps < CURVE_POINTS or not (options.bucket_mb or 1) > 0:
+        parser.error(f"--ranks must be at least 2, --gbit and --bucket-mb above 0, --steps at least {CURVE_POINTS}")
     return options
 
 
@@ -85,12 +89,13 @@ class Kept:
 def measure_steps(options: argparse.Namespace, kept: Kept) -> list[dict[str, Any]]:
     """Rounds in which every contender takes a step with averaging and one without; contenders take turns in going first."""
     contenders = list(options.contenders or OF_STEPS)
-    settings = {"ranks": options.ranks, "gbit": options.gbit, "contenders": contenders, **STEP_SHAPE}
+    ddp = {"bucket_cap_mb": options.bucket_mb, "gradient_as_bucket_view": options.bucket_view}
+    settings = {"ranks": options.ranks, "gbit": options.gbit, "contenders": contenders, "ddp": ddp, **STEP_SHAPE}
     done = len(kept.having(kind="round", settings=settings))
     if done < options.rounds:
         with netns.Network(options.ranks) as network, Ranks(options.ranks, network, script="training_rank.py") as ranks:
             network.shape(options.gbit * 1e9)
-            answers = ranks.ask("open_models", contenders=contenders, **STEP_SHAPE)
+            answers = ranks.ask("open_models", contenders=contenders, ddp=ddp, **STEP_SHAPE)
             kept.add({"kind": "check", "settings": settings, "ranks": answers})
             for number in range(done, options.rounds):
                 turn = number % len(contenders)

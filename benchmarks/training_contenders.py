@@ -52,12 +52,22 @@ OF_STEPS = ("gloo-f32", "gloo-bf16", "powersgd", "squinch", "squinch-encrypted",
 OF_LOSSES = ("gloo-f32", "gloo-bf16", "powersgd", "squinch", "hook-gloo", "hook-sr", "hook-feedback")
 
 
-def wrapped(name: str, model: Any, group: Any, *, powersgd_start: int, seed: int = 0) -> Any:
+def wrapped(
+    name: str,
+    model: Any,
+    group: Any,
+    *,
+    powersgd_start: int,
+    seed: int = 0,
+    bucket_cap_mb: float | None = None,
+    gradient_as_bucket_view: bool = False,
+) -> Any:
     """`model` in DistributedDataParallel as contender `name` has it. A collective call.
 
     Args:
         powersgd_start: Steps before PowerSGD starts to compress; at least 2.
         seed: Of random numbers in hooks.
+        bucket_cap_mb, gradient_as_bucket_view: DDP's.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
@@ -66,8 +76,10 @@ def wrapped(name: str, model: Any, group: Any, *, powersgd_start: int, seed: int
 
     contender = CONTENDERS[name]
     # The calls that PowerSGD chains come in an order of their own on each rank over gloo, unless there is one bucket only.
-    bucket_mb = _size_mb(model) if contender.hook == "powersgd" else None
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb)
+    bucket_mb = _size_mb(model) if contender.hook == "powersgd" else bucket_cap_mb
+    ddp = DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=gradient_as_bucket_view
+    )
     if contender.hook == "bf16":
         # In a lambda, because DDP refuses a hook of that name without CUDA; gloo can do it.
         ddp.register_comm_hook(group, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))  # noqa: PLW0108

@@ -38,13 +38,15 @@ class Rank:
 
     # --- times of steps -------------------------------------------------------------------------------------------------
 
-    def open_models(self, *, contenders: list[str], width: int, layers: int, length: int, batch: int) -> dict[str, Any]:
+    def open_models(
+        self, *, contenders: list[str], ddp: dict[str, Any], width: int, layers: int, length: int, batch: int
+    ) -> dict[str, Any]:
         """A model for each contender, all alike, warmed up; whether their gradients are right."""
         self.shape = {"sequences": batch, "length": length}
         self.models = {}
         for name in contenders:
             model = ByteTransformer(width=width, layers=layers, heads=4, length=length, seed=0)
-            self.models[name] = wrapped(name, model, self._group(name), powersgd_start=2)
+            self.models[name] = wrapped(name, model, self._group(name), powersgd_start=2, **ddp)
         for name in contenders:
             for _ in range(4):  # DDP orders its buckets after the first, PowerSGD starts with the third
                 self._step(name, sync=True)

@@ -203,10 +203,10 @@ def _explained(rounds: list[dict[str, Any]], trainings: list[dict[str, Any]]) ->
         setting = rounds[0]["settings"]
         lines += [
             f"**Steps**: {setting['ranks']} ranks, {setting['gbit']:g} Gb/s links, {shape_text(size, setting)}, one thread a rank, "
-            f"links: {netns.MTU} byte frames. A step is forward and backward with DDP as torch sets it up; communication is its time less "
-            "that of the same step under `no_sync`, taken right after it. Medians over rounds in which contenders take turns, of the "
-            "slowest rank. `error`: of the averaged gradients against float32, relative; WRONG if it exceeds the codec's bound or ranks "
-            "differ in a bit. All ranks share the machine's cores, with each other and with the codec.",
+            f"links: {netns.MTU} byte frames. A step is forward and backward with {_ddp_text(setting['ddp'])}; communication "
+            "is its time less that of the same step under `no_sync`, taken right after it. Medians over rounds in which contenders "
+            "take turns, of the slowest rank. `error`: of the averaged gradients against float32, relative; WRONG if it exceeds the "
+            "codec's bound or ranks differ in a bit. All ranks share the machine's cores, with each other and with the codec.",
             "",
         ]
     if trainings:
@@ -219,6 +219,12 @@ def _explained(rounds: list[dict[str, Any]], trainings: list[dict[str, Any]]) ->
             "parameters; PyTorch's hooks are not judged. PowerSGD starts after a tenth of the steps.",
         ]
     return lines
+
+
+def _ddp_text(setting: dict[str, Any]) -> str:
+    """DDP's settings in words."""
+    changed = [f"{name}={value}" for name, value in setting.items() if value]
+    return f"DDP and {', '.join(changed)}" if changed else "DDP as torch sets it up"
 
 
 def shape_text(parameters: int | None, setting: dict[str, Any]) -> str:

@@ -132,7 +132,9 @@ def distribute(model: nn.Module, options: argparse.Namespace) -> tuple[nn.Module
         return model, None
     # Over gloo PowerSGD needs all gradients in one bucket: the calls of several would come in different orders on different ranks.
     one_bucket_mb = 1 + sum(parameter.nbytes for parameter in model.parameters()) // 2**20
-    ddp = DistributedDataParallel(model, bucket_cap_mb=one_bucket_mb if options.hook == "powersgd" else None)
+    # Compressed buckets are through so soon that smaller ones than torch's are better; see docs/torch.md.
+    bucket_mb = one_bucket_mb if options.hook == "powersgd" else 13
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
     state = None
     if ours:
         state = CompressState(options.hook, options.error_feedback, module=ddp, seed=options.seed)

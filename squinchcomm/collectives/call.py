@@ -130,9 +130,8 @@ class Call:
                 job = handle(piece) if ticket.chunks is None else self._recorded_job(piece, handle)
                 if job is not None:
                     jobs.append(job)
-                    if self._pool is None:
-                        self._do(jobs)
-                piece = channel.receive(ticket, waiting, block=False) if waiting else None
+                # The pool wants all that has come; without one, what this job made is sent before the next.
+                piece = channel.receive(ticket, waiting, block=False) if waiting and self._pool is not None else None
             self._do(jobs)
         if self._borrowed:
             channel.flush(ticket, self.others())

@@ -156,11 +156,8 @@ class Channel:
         for peer in self._early:
             if waiting.get(peer):
                 return self._judge(ticket, waiting, *self._pop_early(peer))
-        frame = self.transport.recv(0)
-        if frame is None:
+        if block:
             lost = dict(self.transport.lost)  # before the wait: what they sent is here, and comes first
-            if not block or any(peer not in lost and self.transport.can_send(peer) for peer in unsent):
-                return None  # looking may have opened a window
             started = time.monotonic()
             frame = self.transport.recv(max(0.0, min(_WAIT_SLICE_S, ticket.deadline - started)))
             waited_s = time.monotonic() - started
@@ -169,6 +166,10 @@ class Channel:
                 _charge(ticket.waits, {*waiting, *unsent} if frame is None else (frame.peer,), waited_s)
             if frame is None:
                 self._check_wait(ticket, {*waiting, *unsent}, lost)
+                return None
+        else:
+            frame = self.transport.recv(0)
+            if frame is None:
                 return None
         payload = self._admit(ticket, frame)
         if frame.peer in self._early:
