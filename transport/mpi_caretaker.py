@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ _IDLE_S = 0.01
 _ACTIVE_S = 0.001
 _FAREWELL_S = 1.0
 _FINALIZE_S = 10
+_TOLD_S = 0.3  # what a process said just before MPI_Abort, a launcher may drop
 _END_S = 5.0  # for a caretaker that waits for the interpreter's lock
 
 _transports: weakref.WeakSet[MpiTransport] = weakref.WeakSet()
@@ -107,6 +109,7 @@ def _at_exit() -> None:
             file=sys.stderr,
             flush=True,
         )
+        time.sleep(_TOLD_S)
         MPI.COMM_WORLD.Abort(1)
     if any_process_died():
         # Open MPI's finalisation may wait for the dead for ever, unless mpirun was told `--mca async_mpi_finalize 1`.

@@ -217,7 +217,8 @@ class MpiTransport(SharingTransport):
             if self._closed is not None:
                 raise CommunicatorAborted(self._closed, rank=self.rank)
             self.busy = True
-            self._progress()
+            if not self._ready:
+                self._progress(one=True)
             if self._ready:
                 return self._ready.popleft()
             if self._fault is not None:
@@ -232,10 +233,11 @@ class MpiTransport(SharingTransport):
             self._progress()
         return len(self._ready) + len(self._arriving) != before
 
-    def _progress(self) -> None:
+    def _progress(self, *, one: bool = False) -> None:
+        """Takes what has come; with `one`, until a frame is ready: a library that copies when asked makes the next ones wait."""
         slots, status = self._inbox.slots, self._inbox.status
         try:
-            while (slot := slots.arrived(status)) is not None:
+            while not (one and self._ready) and (slot := slots.arrived(status)) is not None:
                 self._accept(slot, status)
                 slots.next()
         except MPI.Exception as error:
@@ -244,6 +246,8 @@ class MpiTransport(SharingTransport):
             self._world.acknowledge_failures()
         if self._arriving:
             self._arriving = [link for link in self._arriving if not self._completed(link)]
+        if one and self._ready:
+            return
         failed = self._world.failed()
         if failed or self._lost:
             self._part(failed)
@@ -292,12 +296,14 @@ class MpiTransport(SharingTransport):
 
     def _arrive(self, link: MpiLink, arrival: Arrival) -> None:
         """Hands a frame on, in its turn."""
-        if link.arriving or arrival.request is not None:
-            if not link.arriving:
-                self._arriving.append(link)
+        if link.arriving:
             link.arriving.append(arrival)
-        else:
+        elif arrival.request is None:
             self._hand_on(link, arrival)
+        else:
+            link.arriving.append(arrival)
+            if not self._completed(link):
+                self._arriving.append(link)
 
     def _hand_on(self, link: MpiLink, arrival: Arrival) -> None:
         kind = InPlaceFrame if isinstance(arrival.memory, Reading) else MpiFrame
