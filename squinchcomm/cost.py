@@ -185,7 +185,9 @@ def _pairwise(layout: Layout, array: _Array, machine: Machine) -> _Demand:
     """Each rank sums a shard, whose parts come from everybody and whose sum goes to everybody: two hops, 2 (n-1)/n of the bytes."""
     n, size = layout.ranks, array.nbytes
     shards, chunks, chunk = array.cut(n)
-    frames, frame_s = (shards - 1 + n - 1) * chunks, machine.frame_s + machine.chunk_s
+    frames = (shards - 1 + n - 1) * chunks
+    # A contribution is encoded and summed; a sum is made once for all and only read.
+    frame_s = machine.frame_s + machine.chunk_s * (shards - 1 + (n - 1) / 2) / (shards - 1 + n - 1)
     far = (n - layout.most) / n
     near = (layout.most - 1) / n
     work_s = array.encode_s(size) + array.reduce_s(size, machine) + array.decode_s(size)
@@ -315,9 +317,10 @@ def predict(
     # However fast the kernels are on one processor, all of them together read and write one memory.
     kernels_s = max(host_s / machine.cores, rank_s, demand.streamed / machine.memory_bytes_per_s)
     processor_s = kernels_s + demand.copied / machine.memory_bytes_per_s
-    # While one rank of a host works on what nothing hides, another one's bytes are on the link; hosts that share a core wait in turn.
+    # While one rank of a host works on what nothing hides, another one's bytes are on the link. Hosts that share a core wait in turn, also
+    # to be woken.
     exposed_s = min(processor_s, (call_s + demand.exposed_s) / min(1.0, machine.cores))
-    latency_s = demand.hops * machine.latency_s + demand.local_hops * machine.local_latency_s
+    latency_s = (demand.hops * machine.latency_s + demand.local_hops * machine.local_latency_s) / min(1.0, machine.cores)
     # Buffers between link and processors are finite: where both are busy, each now and then waits for the other.
     hidden_s = processor_s - exposed_s
     time_s = latency_s + exposed_s + math.sqrt(link_s * link_s + hidden_s * hidden_s)

@@ -112,7 +112,7 @@ def test_chunks_cost_what_direct_exchanges_do_not_pay() -> None:
         for name in (DIRECT, PAIRWISE)
     ]
     assert added[0] == 0
-    assert added[1] == pytest.approx(6 * (1e-3 - MACHINE.chunk_s))
+    assert added[1] == pytest.approx((3 + 3 / 2) * (1e-3 - MACHINE.chunk_s))  # contributions, sums
 
 
 def test_many_senders_share_a_link_less_well() -> None:
