@@ -8,15 +8,19 @@ its result through a temporary, needs no memory of its own.
 from __future__ import annotations
 
 import threading
+import weakref
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 # More exchanges than this are never under way at once: as long as two are, the network has work, and memory stays bounded.
 MAX_IN_FLIGHT = 8
+
+_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # made of each group
 
 
 class Slots:
@@ -112,17 +116,27 @@ def wire_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second group of the same ranks, backend and timeout; every rank of `group` makes it at the same time.
+    """A second group of the same ranks in their order, backend and timeout; every rank of `group` makes it at the same time.
 
     Calls that threads other than the user's make go there, so that their order never mixes with that of the user's calls.
     """
-    made = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=_timeout_of(group),
-        backend=dist.get_backend_config(group) if group._device_types else dist.get_backend(group),
-        use_local_synchronization=group is not dist.group.WORLD,
+    backend = dist.Backend(dist.get_backend_config(group) if group._device_types else dist.get_backend(group))
+    ranks = dist.get_process_group_ranks(group)
+    number = _twins[group] = _twins.get(group, 0) + 1
+    # Not `new_group`: it counts the groups that a rank has made, and names the next ones by that. Ranks that belong to different
+    # numbers of groups would wait for each other under different names, here (torch 2.13) or in a later new_group (2.14).
+    made, _ = c10d._new_process_group_helper(
+        group.size(),
+        group.rank(),
+        ranks,
+        backend,
+        c10d._get_default_store(),
+        f"{group.group_name}/squinchcomm-{number}",
+        timeout=_timeout_of(group) or c10d._get_default_timeout(backend),
+        device_id=c10d._get_default_group().bound_device_id,
     )
     assert isinstance(made, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
 
 

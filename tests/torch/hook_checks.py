@@ -277,6 +277,19 @@ def check_groups_of_some_ranks() -> None:
     dist.barrier()
 
 
+def check_groups_that_overlap() -> None:
+    """Ranks then belong to different numbers of groups, and still meet in later ones."""
+    pairs = [[0, 1], [1, 2]][: size() - 1]
+    for pair, group in [(pair, dist.new_group(pair)) for pair in pairs]:
+        if rank() in pair:
+            ddp, _ = hooked(wrapped([40_000], process_group=group), process_group=group)
+            [mean] = backward(ddp, gradients_of(rank(), [40_000]))
+            assert plain(mean).tobytes() == expected([plain(gradients_of(each, [40_000])[0]) for each in pair]).tobytes()
+    ddp, _ = hooked(wrapped([40_000], process_group=dist.new_group()))
+    [mean] = backward(ddp, gradients_of(rank(), [40_000]))
+    assert plain(mean).tobytes() == expected([plain(gradients_of(each, [40_000])[0]) for each in range(size())]).tobytes()
+
+
 def check_overlap_with_backward() -> None:
     """Buckets leave while backward goes on: on one slow rank nothing waits but the end."""
     took: list[float] = []
