@@ -109,8 +109,10 @@ def _at_exit() -> None:
             file=sys.stderr,
             flush=True,
         )
-        time.sleep(_TOLD_S)
-        MPI.COMM_WORLD.Abort(1)
+        try:
+            time.sleep(_TOLD_S)
+        finally:  # a signal may end the pause
+            MPI.COMM_WORLD.Abort(1)
     if any_process_died():
         # Open MPI's finalisation may wait for the dead for ever, unless mpirun was told `--mca async_mpi_finalize 1`.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)

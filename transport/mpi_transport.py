@@ -238,8 +238,10 @@ class MpiTransport(SharingTransport):
         slots, status = self._inbox.slots, self._inbox.status
         try:
             while not (one and self._ready) and (slot := slots.arrived(status)) is not None:
-                self._accept(slot, status)
-                slots.next()
+                try:
+                    self._accept(slot, status)
+                finally:
+                    slots.next()
         except MPI.Exception as error:
             if not is_process_failure(error):
                 raise CommunicatorAborted(f"MPI failed: {describe(error)}", rank=self.rank) from error
@@ -268,8 +270,10 @@ class MpiTransport(SharingTransport):
         if fault is not None:
             return self._violation(link, fault)
         self._received_bytes[peer] += size
+        # Who waits to send has to know, and a frame may not be complete for a while.
+        self._news |= window_was_full and link.sent - link.acked < self.window
         if kind > IN_PLACE:
-            self._accept_bare(link, kind, window_was_full and link.sent - link.acked < self.window)
+            self._accept_bare(link, kind)
         else:
             self._accept_frame(link, message, slot, size)
         return None
@@ -302,7 +306,8 @@ class MpiTransport(SharingTransport):
             self._hand_on(link, arrival)
         else:
             link.arriving.append(arrival)
-            if not self._completed(link):
+            # A peer that leaves is lost when all that it sent has been taken, and more may be in the slots.
+            if link.leaving is not None or not self._completed(link):
                 self._arriving.append(link)
 
     def _hand_on(self, link: MpiLink, arrival: Arrival) -> None:
@@ -330,12 +335,10 @@ class MpiTransport(SharingTransport):
             self._lose(link)
         return True
 
-    def _accept_bare(self, link: MpiLink, kind: int, opened: bool) -> None:
+    def _accept_bare(self, link: MpiLink, kind: int) -> None:
         if kind == HELLO:
             link.greeted = True
-        elif kind == CREDIT:
-            self._news |= opened  # who waits to send has to know
-        else:
+        elif kind != CREDIT:
             link.silent = True
             if kind != FAREWELL and link.leaving is None:
                 link.leaving = _REASONS[kind]
