@@ -27,10 +27,11 @@ from training_contenders import CONTENDERS, OF_LOSSES, OF_STEPS
 
 REPORTS = Path(__file__).resolve().parent / "reports"
 RAW = Path(__file__).resolve().parents[1] / "build" / "training.jsonl"
-# 10.8 M parameters. Accelerators would compute beside the network; here computing shares two cores with it, so there is little.
+# 10.7 M parameters. Accelerators would compute beside the network; here computing shares two cores with it, so there is little.
 STEP_SHAPE = {"width": 384, "layers": 6, "length": 32, "batch": 1}
 LOSS_SHAPE = {"width": 128, "layers": 2, "length": 64, "batch": 4, "learning_rate": 2e-3}
 CURVE_POINTS = 20  # of the training loss
+MOST_BUCKET_MB = 1024
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -57,8 +58,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.rounds = options.rounds or (7 if options.quick else 40)
     options.steps = options.steps or (100 if options.quick else 1000)
     options.seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
-    if options.ranks < 2 or options.gbit <= 0 or options.steps < CURVE_POINTS or not (options.bucket_mb or 1) > 0:
-        parser.error(f"--ranks must be at least 2, --gbit and --bucket-mb above 0, --steps at least {CURVE_POINTS}")
+    if options.ranks < 2 or options.gbit <= 0 or options.steps < CURVE_POINTS:
+        parser.error(f"--ranks must be at least 2, --gbit above 0, --steps at least {CURVE_POINTS}")
+    if options.bucket_mb is not None and not 0 < options.bucket_mb <= MOST_BUCKET_MB:
+        parser.error(f"--bucket-mb must be above 0 and at most {MOST_BUCKET_MB}, not {options.bucket_mb:g}")
     return options
 
 
