@@ -131,7 +131,7 @@ def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
         ranks,
         backend,
         c10d._get_default_store(),
-        f"{group.group_name}/squinchcomm-{number}",
+        c10d.GroupName(f"{group.group_name}/squinchcomm-{number}"),
         timeout=_timeout_of(group) or c10d._get_default_timeout(backend),
         device_id=c10d._get_default_group().bound_device_id,
     )
