@@ -121,3 +121,10 @@ def test_it_measures_trains_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     training.main(arguments)
     assert "seed 0: held-out" not in capsys.readouterr().out  # nothing was left to do
     assert raw.read_text().count("\n") == len(records)
+
+
+@pytest.mark.parametrize("size", ["0", "-3", "nan", "inf", "x"])
+def test_bucket_sizes_that_ddp_cannot_have_are_refused(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        training.parse(["--bucket-mb", size])
+    assert "--bucket-mb" in capsys.readouterr().err.splitlines()[-1]

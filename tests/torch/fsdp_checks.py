@@ -21,7 +21,7 @@ from squinchcomm.kernels import squinch6_reference as reference
 from squinchcomm.torch import CompressState, compress_fsdp, compress_hook
 from squinchcomm.torch.exchange import SlotPool
 from squinchcomm.torch.fsdp import CompressedAllGather, CompressedReduceScatter, _scale_of, _Settings
-from tests.torch.hook_checks import assert_same_on_all_ranks, rank, size
+from tests.torch.hook_tools import assert_same_on_all_ranks, rank, size
 
 WIDTH = 96
 

@@ -1,14 +1,10 @@
-"""What the communication hook must do, seen from one rank. Run by test_hook.py in worlds of several processes."""
+"""What the communication hook must do, error feedback apart, seen from one rank. Run by test_hook.py in worlds of several processes."""
 
 from __future__ import annotations
 
-import copy
-import io
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,86 +12,21 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from squinchcomm.arrays import flatten
 from squinchcomm.collectives.plan import Plan
 from squinchcomm.errors import ConfigError
-from squinchcomm.kernels import squinch6_reference as reference
-from squinchcomm.kernels.dtypes import from_float32, to_float32
 from squinchcomm.torch import CompressState, compress_hook, hook
 from squinchcomm.torch.exchange import MAX_IN_FLIGHT, SlotPool
-
-Tensors = list[torch.Tensor]
-
-
-class Sum(torch.nn.Module):
-    """Its loss is the scalar product of parameters and given vectors, so that gradients are exactly these vectors."""
-
-    def __init__(self, sizes: list[int], dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.weights = torch.nn.ParameterList(torch.zeros(size, dtype=dtype) for size in sizes)
-
-    def forward(self, gradients: Tensors, used: list[int] | None = None) -> torch.Tensor:
-        places = range(len(self.weights)) if used is None else used
-        return torch.stack([(self.weights[i] * gradients[i]).sum() for i in places]).sum()
-
-
-def rank() -> int:
-    return dist.get_rank()
-
-
-def size() -> int:
-    return dist.get_world_size()
-
-
-def gradients_of(every_rank: int, sizes: list[int], dtype: torch.dtype = torch.float32, step: int = 0) -> Tensors:
-    generator = torch.Generator().manual_seed(1000 * step + every_rank)
-    return [(torch.randn(count, generator=generator) * 10.0 ** (i % 3 - 2)).to(dtype) for i, count in enumerate(sizes)]
-
-
-def wrapped(sizes: list[int], dtype: torch.dtype = torch.float32, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(Sum(sizes, dtype), **options)
-
-
-def hooked(
-    ddp: DistributedDataParallel, hook: Callable[..., Any] = compress_hook, **settings: Any
-) -> tuple[DistributedDataParallel, CompressState]:
-    state = CompressState(**{"min_compress_bytes": 0, **settings})
-    ddp.register_comm_hook(state, hook)
-    return ddp, state
-
-
-def backward(ddp: DistributedDataParallel, gradients: Tensors, **forward: Any) -> Tensors:
-    ddp.zero_grad()
-    ddp(gradients, **forward).backward()
-    return [weight.grad for weight in ddp.module.weights]
-
-
-def plain(tensor: torch.Tensor) -> np.ndarray:
-    return flatten(tensor.contiguous(), "tensor", writable=False).data
-
-
-def expected(contributions: list[np.ndarray]) -> np.ndarray:
-    """Average of one bucket by the NumPy reference codec: each rank's array in the buckets' own dtype."""
-    ranks, dtype = len(contributions), contributions[0].dtype
-    values = [to_float32(each) for each in contributions]
-    bounds = Plan.even(values[0].size, ranks, dtype.itemsize, 512).bounds
-    parts = []
-    for owner in range(ranks):
-        shard = slice(bounds[owner], bounds[owner + 1])
-        count = shard.stop - shard.start
-        total = None
-        for each, value in enumerate(values):
-            part = value[shard] if each == owner else reference.decode(reference.encode(value[shard]), count)
-            total = part if total is None else total + part
-        parts.append(reference.decode(reference.encode(total * np.float32(1 / ranks)), count))
-    return from_float32(np.concatenate(parts), dtype)
-
-
-def assert_same_on_all_ranks(tensors: Tensors) -> None:
-    flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
-    everyones = [torch.empty_like(flat) for _ in range(size())]
-    dist.all_gather(everyones, flat)
-    assert all(torch.equal(flat, other) for other in everyones)
+from tests.torch.hook_tools import (
+    assert_same_on_all_ranks,
+    backward,
+    expected,
+    gradients_of,
+    hooked,
+    plain,
+    rank,
+    size,
+    wrapped,
+)
 
 
 def check_against_the_numpy_codec_and_the_oracle() -> None:
@@ -346,120 +277,6 @@ def check_peak_memory() -> None:
 def memory_bytes(field: str) -> int:
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field)]
     return int(line.split()[1]) * 1024
-
-
-def check_error_feedback_sums_to_the_truth() -> None:
-    """The mean over many steps of equal gradients tends to the exact mean; without feedback the error stays."""
-    sizes, steps = [30_000, 300, 20_000], 40
-    own = gradients_of(rank(), sizes)
-    errors = {}
-    for feedback in (False, True):
-        ddp, _ = hooked(wrapped(sizes, bucket_cap_mb=0.1), error_feedback=feedback)
-        totals = [torch.zeros(count, dtype=torch.float64) for count in sizes]
-        for _ in range(steps):
-            for total, mean in zip(totals, backward(ddp, own), strict=True):
-                total += mean
-        oracle = torch.cat(
-            [torch.stack([gradients_of(each, sizes)[i].double() for each in range(size())]).mean(0) for i in range(3)]
-        )
-        errors[feedback] = ((torch.cat(totals) / steps - oracle).norm() / oracle.norm()).item()
-    assert errors[False] > 0.04 and errors[True] < 0.1 * errors[False], errors
-
-
-def check_error_feedback_loses_nothing() -> None:
-    """What was handed out plus all ranks' residuals is what was put in, to float32 rounding, over a rebuild of buckets."""
-    sizes = [9_000, 30_000, 20_000]
-    ddp, state = hooked(wrapped(sizes, bucket_cap_mb=0.1), error_feedback=True)
-    given, handed = (
-        [torch.zeros(count, dtype=torch.float64) for count in sizes],
-        [torch.zeros(count, dtype=torch.float64) for count in sizes],
-    )
-    for step in range(5):
-        means = backward(ddp, gradients_of(rank(), sizes, step=step))
-        for place in range(3):
-            handed[place] += means[place].double() * size()
-            given[place] += sum(gradients_of(each, sizes, step=step)[place].double() for each in range(size()))
-    by_shape = {tuple(piece.shape): piece.double() for piece in state.state_dict()["residuals"].values()}
-    for place, count in enumerate(sizes):
-        left = by_shape[(count,)].clone()
-        dist.all_reduce(left)
-        assert left.norm() > 0.01 * given[place].norm() / 5
-        assert torch.allclose(handed[place] + left, given[place], rtol=1e-5, atol=1e-5 * given[place].abs().max().item())
-
-
-def check_error_feedback_survives_a_checkpoint() -> None:
-    sizes = [9_000, 30_000, 20_000]
-
-    def make() -> tuple[DistributedDataParallel, CompressState]:
-        model = Sum(sizes)
-        ddp = DistributedDataParallel(model, bucket_cap_mb=0.1)
-        return hooked(ddp, error_feedback=True, module=ddp, codec="squinch6-sr")
-
-    ddp, state = make()
-    for step in range(3):
-        backward(ddp, gradients_of(rank(), sizes, step=step))
-    buffer = io.BytesIO()
-    torch.save(state.state_dict(), buffer)
-    assert set(state.state_dict()["residuals"]) == {"weights.0", "weights.1", "weights.2"}
-    want = [[mean.clone() for mean in backward(ddp, gradients_of(rank(), sizes, step=step))] for step in (3, 4)]
-
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=True)
-    ddp, state = make()
-    state.load_state_dict(saved)
-    # The new DDP has its buckets rebuilt after this step, so that shards, and with them bits, differ until then.
-    backward(ddp, gradients_of(rank(), sizes, step=3))
-    assert set(state.state_dict()["residuals"]) == {"weights.0", "weights.1", "weights.2"}
-
-    ddp, state = make()
-    backward(ddp, gradients_of(rank(), sizes))  # rebuilds
-    backward(ddp, gradients_of(rank(), sizes))
-    state.load_state_dict(saved)
-    for step, means in zip((3, 4), want, strict=True):
-        for mean, before in zip(backward(ddp, gradients_of(rank(), sizes, step=step)), means, strict=True):
-            assert torch.equal(mean, before)
-
-
-def check_checkpoints_that_do_not_fit() -> None:
-    ddp, state = hooked(wrapped([20_000]), error_feedback=True)
-    backward(ddp, gradients_of(rank(), [20_000]))
-    saved = state.state_dict()
-    for change, message in (
-        ({"world_size": 99}, "world_size"),
-        ({"rank": 98}, "one file a rank"),
-        ({"version": 7}, "version"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            CompressState(error_feedback=True).load_state_dict({**saved, **change})
-    with pytest.raises(ConfigError, match="error_feedback is off"):
-        CompressState().load_state_dict(saved)
-    with pytest.raises(ConfigError, match="which the module has not"):
-        CompressState(error_feedback=True, module=Sum([20_000])).load_state_dict(saved)
-    with pytest.raises(ConfigError, match=r"no residuals of 'weights\.1'"):
-        CompressState(error_feedback=True, module=Sum([5, 5])).load_state_dict(
-            {**saved, "residuals": {"weights.0": torch.zeros(5)}}
-        )
-    with pytest.raises(ConfigError, match=r"shape \(6,\), the parameter \(5,\)"):
-        CompressState(error_feedback=True, module=Sum([5])).load_state_dict(
-            {**saved, "residuals": {"weights.0": torch.zeros(6)}}
-        )
-
-
-def check_steps_that_are_not_finite_leave_residuals() -> None:
-    sizes = [30_000, 30_000]
-    ddp, state = hooked(wrapped(sizes, bucket_cap_mb=0.1), error_feedback=True)
-    for step in range(2):
-        backward(ddp, gradients_of(rank(), sizes, step=step))
-    before = copy.deepcopy(state.state_dict()["residuals"])
-    own = gradients_of(rank(), sizes, step=2)
-    if rank() == 0:
-        own[1][5] = float("inf")  # in one of the buckets: the step as a whole does not count
-    backward(ddp, own)
-    after = state.state_dict()["residuals"]
-    assert before.keys() == after.keys() and len(before) == 2
-    assert all(torch.equal(before[name], after[name]) and before[name].any() for name in before)
-    backward(ddp, gradients_of(rank(), sizes, step=3))
-    assert not torch.equal(state.state_dict()["residuals"]["0"], before["0"])
 
 
 def check_two_models_in_one_backward() -> None:

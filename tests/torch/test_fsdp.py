@@ -8,7 +8,7 @@ import pytest
 
 from tests.torch.hook_world import Checks, names_of
 
-CHECKS = "tests.torch.fsdp_checks"
+CHECKS = ("tests.torch.fsdp_checks",)
 
 
 @pytest.fixture(
@@ -19,7 +19,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Checks(CHECKS, int(ranks), tmp_path_factory.mktemp("world"), backend)
 
 
-@pytest.mark.parametrize("name", names_of(CHECKS))
+@pytest.mark.parametrize("name", names_of(*CHECKS))
 def test_fsdp(world: Checks, name: str) -> None:
     world.verify(name)
 

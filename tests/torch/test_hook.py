@@ -1,4 +1,4 @@
-"""The DDP communication hook in worlds of real processes; what is checked stands in hook_checks.py."""
+"""The DDP communication hook in worlds of real processes; what is checked stands in hook_checks.py and feedback_checks.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.torch.hook_world import Checks, names_of
 
-CHECKS = "tests.torch.hook_checks"
+CHECKS = ("tests.torch.hook_checks", "tests.torch.feedback_checks")
 
 
 @pytest.fixture(
@@ -18,6 +18,6 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Checks(CHECKS, int(ranks), tmp_path_factory.mktemp("world"), backend)
 
 
-@pytest.mark.parametrize("name", names_of(CHECKS))
+@pytest.mark.parametrize("name", names_of(*CHECKS))
 def test_hook(world: Checks, name: str) -> None:
     world.verify(name)

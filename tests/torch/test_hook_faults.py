@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from squinchcomm.errors import CommunicatorAborted
 from squinchcomm.torch import CompressState, compress_hook, hook
 from squinchcomm.torch.turnstile import Turnstile
-from tests.torch.hook_checks import Sum, gradients_of
+from tests.torch.hook_tools import Sum, gradients_of
 from tests.torch.ranks import World, scratch_store
 
 SIZES = [100_000] * 3
