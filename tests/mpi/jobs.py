@@ -95,7 +95,9 @@ def run(mpi: Mpi, ranks: int, *arguments: str, options: tuple[str, ...] = (), ti
     """
     paths = [str(FOLDER / each) if (FOLDER / each).exists() else each for each in arguments]
     clean = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
-    environment = {**clean, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", **mpi.environ, **environ}
+    # Unbuffered, a line and its end are two writes, between which a launcher may put another rank's.
+    ours = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", "PYTHONUNBUFFERED": ""}
+    environment = {**clean, **ours, **mpi.environ, **environ}
     started = time.monotonic()
     # A session of its own: whatever mpirun started can be found and ended.
     process = subprocess.Popen(
