@@ -92,13 +92,15 @@ def exchange_frames(transport: Transport, payload: np.ndarray, frames: int) -> N
     """Sends that many frames to every other rank and takes as many from each."""
     due, unsent = frames * len(OTHERS), dict.fromkeys(OTHERS, frames)
     while due or unsent:
-        for peer in list(unsent):
+        sent = False
+        for peer in tuple(unsent):
             if transport.can_send(peer):
                 transport.send(peer, b"-" * 56, payload, borrow=True)
+                sent = True
                 unsent[peer] -= 1
                 if not unsent[peer]:
                     del unsent[peer]
-        frame = transport.recv(0.25 if due and not any(map(transport.can_send, unsent)) else 0)
+        frame = transport.recv(0 if sent else 0.25)
         if frame is not None:
             frame.release()
             due -= 1

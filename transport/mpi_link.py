@@ -5,11 +5,11 @@ from __future__ import annotations
 import mmap
 import struct
 from collections import deque
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from .base import Transport
+from .base import Frame, Transport
 from .mpi_pieces import Pieces
 from .mpi_slots import open_slots
 from .mpi_world import MPI, MpiWorld, Testable, describe, is_process_failure, over
@@ -29,29 +29,18 @@ DIED = "its process died"
 _SPARE_BYTES = 64 << 20
 
 
-class Message(NamedTuple):
-    """The prefix of a message, read."""
-
-    session: int
-    peer: int
-    released: int
-    finished: int
-    payload_bytes: int
-    header_bytes: int
-    kind: int
-
-    def fault(self, size: int, max_payload_bytes: int) -> str | None:
-        """What is wrong with a message of `size` bytes that begins like this, in words."""
-        if self.kind > FAREWELL or (self.kind > IN_PLACE and size != PREFIX_BYTES):
-            return f"a message of unknown kind {self.kind}, or a bare message of {size} bytes"
-        if self.kind > IN_PLACE:
-            return None
-        tail = (self.payload_bytes, 0, OFFSET.size)[self.kind]
-        if self.header_bytes > MAX_HEADER_BYTES or size != PREFIX_BYTES + self.header_bytes + tail:
-            return f"a frame of {size} bytes with a header of {self.header_bytes}"
-        if self.payload_bytes > max_payload_bytes:
-            return f"a payload of {self.payload_bytes} bytes, which is too large"
+def shape_fault(kind: int, header_bytes: int, payload_bytes: int, size: int, max_payload_bytes: int) -> str | None:
+    """What is wrong with a message of `size` bytes that begins like this, in words."""
+    if kind > FAREWELL or (kind > IN_PLACE and size != PREFIX_BYTES):
+        return f"a message of unknown kind {kind}, or a bare message of {size} bytes"
+    if kind > IN_PLACE:
         return None
+    tail = payload_bytes if kind == WHOLE else 0 if kind == SPLIT else OFFSET.size
+    if header_bytes > MAX_HEADER_BYTES or size != PREFIX_BYTES + header_bytes + tail:
+        return f"a frame of {size} bytes with a header of {header_bytes}"
+    if payload_bytes > max_payload_bytes:
+        return f"a payload of {payload_bytes} bytes, which is too large"
+    return None
 
 
 class MpiAddress(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -70,18 +59,74 @@ class MpiAddress(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     piece_bytes: Annotated[int, msgspec.Meta(ge=1 << 10, le=1 << 30)]
 
 
-class Arrival(NamedTuple):
+class Room:
+    """Memory for one payload at a time.
+
+    Attributes:
+        capacity: Its bytes, a power of two.
+        nbytes: Of the payload.
+        writable: The payload, for MPI.
+        payload: The payload, for its reader.
+    """
+
+    __slots__ = ("_memory", "capacity", "nbytes", "payload", "writable")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._memory = memoryview(mmap.mmap(-1, capacity))
+        self.fit(capacity)
+
+    def fit(self, nbytes: int) -> None:
+        """Makes the payload one of `nbytes`."""
+        self.nbytes = nbytes
+        self.writable = self._memory[:nbytes]
+        self.payload = self.writable.toreadonly()
+
+
+class MpiFrame(Frame):
     """A frame whose first message is here.
 
     Attributes:
+        link: Who sent it.
         memory: What to give back when it is released, if its payload did not come in that message.
-        request: The receive of its payload, if that is on its way, or several as one.
+        request: The receive of its payload, if that was sent by itself.
     """
 
-    header: bytes
-    payload: memoryview
-    memory: mmap.mmap | Reading | None = None
-    request: Testable | None = None
+    __slots__ = ("_transport", "link", "memory", "request")
+
+    def __init__(
+        self,
+        transport: Releasing,
+        link: MpiLink,
+        header: bytes,
+        payload: memoryview,
+        memory: Room | Reading | None = None,
+        request: Testable | None = None,
+    ) -> None:
+        self._transport = transport
+        self.link = link
+        self.peer = link.rank
+        self.header = header
+        self.payload = payload
+        self.memory = memory
+        self.request = request
+
+    def release(self) -> None:
+        self._transport.release(self)
+
+
+class InPlaceFrame(MpiFrame):
+    """A frame whose payload lies in its sender's memory."""
+
+    __slots__ = ()
+    in_place = True
+
+
+class Releasing(Protocol):
+    """A transport, to its frames."""
+
+    def release(self, frame: MpiFrame) -> None:
+        """Takes a frame's memory back."""
 
 
 class MpiLink:
@@ -119,7 +164,7 @@ class MpiLink:
         self.piece_bytes = piece_bytes
         self.shared: SharedPayloads | None = None
         self.sent = self.acked = self.received = self.released = self.reported = 0
-        self.arriving: deque[Arrival] = deque()
+        self.arriving: deque[MpiFrame] = deque()
         self.outgoing: deque[tuple[Testable, Any]] = deque()
         self.loans: deque[tuple[Testable, Any]] = deque()
         self.greeted = self.silent = False
@@ -132,19 +177,19 @@ class MpiLink:
         finished = self.shared.finished if self.shared is not None else 0
         return PREFIX.pack(self.session, own_rank, self.released, finished, payload_bytes, header_bytes, kind)
 
-    def note(self, message: Message) -> str | None:
+    def note(self, released: int, finished: int) -> str | None:
         """Takes what a message of this peer says of ours; what is wrong with it, in words."""
-        if not self.acked <= message.released <= self.sent:
-            return f"it says it released {message.released} frames of {self.sent}, after {self.acked}"
-        if self.shared is not None and not self.shared.take_back(message.finished):
+        if not self.acked <= released <= self.sent:
+            return f"it says it released {released} frames of {self.sent}, after {self.acked}"
+        if self.shared is not None and not self.shared.take_back(finished):
             return "it says it finished reading more payloads than it was lent"
-        self.acked = message.released
+        self.acked = released
         return None
 
     def put(self, comm: MPI.Intracomm, message: bytes) -> None:
         """Sends a first message, or a bare one."""
         try:
-            request = comm.Isend([message, MPI.BYTE], self.dest, self.tag)
+            request = comm.Isend(message, self.dest, self.tag)
             if not request.Test():
                 self.outgoing.append((request, message))
         except MPI.Exception as error:
@@ -156,11 +201,11 @@ class MpiLink:
         tag = self.tag + 1 + own_rank
         try:
             if len(payload) <= self.piece_bytes:
-                kept.append((comm.Isend([payload, MPI.BYTE], self.dest, tag), payload))
+                kept.append((comm.Isend(payload, self.dest, tag), payload))
             else:
                 pieces = Pieces()
                 kept.append((pieces, payload))
-                pieces.start(lambda part: comm.Isend([part, MPI.BYTE], self.dest, tag), payload, self.piece_bytes)
+                pieces.start(lambda part: comm.Isend(part, self.dest, tag), payload, self.piece_bytes)
         except MPI.Exception as error:
             self.fail(error)
 
@@ -183,7 +228,7 @@ class MpiLink:
 
     def unreceived(self) -> list[tuple[Testable, Any]]:
         """Receives of payloads, to whose memory MPI may still write."""
-        return [(arrival.request, arrival.memory) for arrival in self.arriving if arrival.request is not None]
+        return [(frame.request, frame.memory) for frame in self.arriving if frame.request is not None]
 
     def unfinished(self) -> list[tuple[Testable, Any]]:
         """Requests whose memory MPI may still touch."""
@@ -208,35 +253,36 @@ class Inbox:
         self._comm = world.comm
         self.tag = tag
         self.slots = open_slots(world, tag, SLOT_BYTES, peers)
-        self._spare: dict[int, list[mmap.mmap]] = {}
+        self._spare: dict[int, list[Room]] = {}
         self._spare_bytes = 0
 
-    def receive(self, link: MpiLink, header: bytes, nbytes: int) -> Arrival:
+    def receive(self, link: MpiLink, room: Room) -> Testable:
         """Posts receives for the payload of a peer's frame."""
-        memory = self._borrow(nbytes)
-        payload = memoryview(memory)[:nbytes]
         tag = self.tag + 1 + link.rank
-        if nbytes <= link.piece_bytes:
-            request: Testable = self._comm.Irecv([payload, MPI.BYTE], link.dest, tag)
-        else:
-            request = pieces = Pieces()
-            pieces.start(lambda part: self._comm.Irecv([part, MPI.BYTE], link.dest, tag), payload, link.piece_bytes)
-        return Arrival(header, payload.toreadonly(), memory, request)
+        if room.nbytes <= link.piece_bytes:
+            return self._comm.Irecv(room.writable, link.dest, tag)
+        pieces = Pieces()
+        pieces.start(lambda part: self._comm.Irecv(part, link.dest, tag), room.writable, link.piece_bytes)
+        return pieces
 
-    def _borrow(self, nbytes: int) -> mmap.mmap:
-        """Memory for a payload of `nbytes`, or more: the next power of two."""
-        size = 1 << (nbytes - 1).bit_length()
-        spare = self._spare.get(size)
+    def borrow(self, nbytes: int) -> Room:
+        """Room for a payload of `nbytes`."""
+        capacity = 1 << (nbytes - 1).bit_length()
+        spare = self._spare.get(capacity)
         if spare:
-            self._spare_bytes -= size
-            return spare.pop()
-        return mmap.mmap(-1, size)
+            self._spare_bytes -= capacity
+            room = spare.pop()
+        else:
+            room = Room(capacity)
+        if room.nbytes != nbytes:  # payloads mostly have the size of the last one
+            room.fit(nbytes)
+        return room
 
-    def give_back(self, buffer: mmap.mmap) -> None:
-        """Keeps memory of a payload for the next payload of its size: fresh memory costs a fault every page."""
-        if self._spare_bytes + len(buffer) <= _SPARE_BYTES:
-            self._spare_bytes += len(buffer)
-            self._spare.setdefault(len(buffer), []).append(buffer)
+    def give_back(self, room: Room) -> None:
+        """Keeps the room of a payload for the next payload of its size: fresh memory costs a fault every page."""
+        if self._spare_bytes + room.capacity <= _SPARE_BYTES:
+            self._spare_bytes += room.capacity
+            self._spare.setdefault(room.capacity, []).append(room)
 
     def close(self) -> None:
         """Takes the receives back, and the memory that peers read."""

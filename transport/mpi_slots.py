@@ -15,12 +15,8 @@ class Slots(ABC):
     """Takes the messages of one tag one by one, in the order in which MPI matches them."""
 
     @abstractmethod
-    def arrived(self, status: MPI.Status) -> bytearray | None:
-        """The memory that holds the next message, described by `status`; call `next` when it has been read."""
-
-    @abstractmethod
-    def next(self) -> None:
-        """Gives the memory just read back."""
+    def take(self, status: MPI.Status) -> bytearray | None:
+        """The memory that holds the next message, described by `status`, until the next call; None if none has come."""
 
     @abstractmethod
     def close(self) -> None:
@@ -36,25 +32,28 @@ class PostedSlots(Slots):
 
     def __init__(self, world: MpiWorld, tag: int, nbytes: int, peers: int) -> None:
         self._world = world
-        self._tag = tag
         self._buffers = [bytearray(nbytes) for _ in range(min(max(_LEAST_SLOTS, 2 * peers), _MOST_SLOTS))]
-        self._requests = [self._post(buffer) for buffer in self._buffers]
+        self._requests = [world.comm.Recv_init(buffer, MPI.ANY_SOURCE, tag) for buffer in self._buffers]
+        MPI.Prequest.Startall(self._requests)
         self._oldest = 0
+        self._taken = False
 
-    def arrived(self, status: MPI.Status) -> bytearray | None:
-        return self._buffers[self._oldest] if self._requests[self._oldest].Test(status) else None
-
-    def next(self) -> None:
-        self._requests[self._oldest] = self._post(self._buffers[self._oldest])
-        self._oldest = (self._oldest + 1) % len(self._buffers)
+    def take(self, status: MPI.Status) -> bytearray | None:
+        if self._taken:
+            self._taken = False
+            self._requests[self._oldest].Start()
+            self._oldest = (self._oldest + 1) % len(self._buffers)
+        if not self._requests[self._oldest].Test(status):
+            return None
+        self._taken = True
+        return self._buffers[self._oldest]
 
     def close(self) -> None:
+        if self._taken:
+            self._requests.pop(self._oldest).Free()
         for request in self._requests:
             request.Cancel()
-        self._world.leave_behind(list(zip(self._requests, self._buffers, strict=True)))
-
-    def _post(self, buffer: bytearray) -> MPI.Request:
-        return self._world.comm.Irecv(buffer, MPI.ANY_SOURCE, self._tag)
+        self._world.leave_behind([(request, self._buffers) for request in self._requests])
 
 
 class ProbedSlots(Slots):
@@ -66,16 +65,16 @@ class ProbedSlots(Slots):
         self._buffer = bytearray(nbytes)
         self._request: MPI.Request | None = None
 
-    def arrived(self, status: MPI.Status) -> bytearray | None:
+    def take(self, status: MPI.Status) -> bytearray | None:
         if self._request is None:
             message = self._world.comm.Improbe(MPI.ANY_SOURCE, self._tag)
             if message is None:
                 return None
             self._request = message.Irecv([self._buffer, MPI.BYTE])
-        return self._buffer if self._request.Test(status) else None
-
-    def next(self) -> None:
+        if not self._request.Test(status):
+            return None
         self._request = None
+        return self._buffer
 
     def close(self) -> None:
         if self._request is not None:

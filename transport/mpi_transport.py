@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import time
 import weakref
 from collections import deque
@@ -28,41 +27,19 @@ from .mpi_link import (
     SPLIT,
     VANISHED,
     WHOLE,
-    Arrival,
     Inbox,
-    Message,
+    InPlaceFrame,
+    MpiFrame,
     MpiLink,
+    Room,
+    shape_fault,
 )
 from .mpi_world import MPI, describe, is_process_failure
 from .options import TransportOptions
-from .shared_payloads import JOIN_BELOW, Reading, SharingTransport
+from .shared_payloads import JOIN_BELOW, SharingTransport
 
 _REASONS = {GOODBYE: "closed its communicator", VANISHED: "connection closed"}
 _BROKE = "broke the transport protocol"
-
-
-class MpiFrame(Frame):
-    """A frame in memory of the transport."""
-
-    __slots__ = ("_link", "_memory", "_transport")
-
-    def __init__(self, transport: MpiTransport, link: MpiLink, arrival: Arrival) -> None:
-        self._transport = transport
-        self._link = link
-        self._memory = arrival.memory
-        self.peer = link.rank
-        self.header = arrival.header
-        self.payload = arrival.payload
-
-    def release(self) -> None:
-        self._transport.release(self._link, self._memory)
-
-
-class InPlaceFrame(MpiFrame):
-    """A frame whose payload lies in its sender's memory."""
-
-    __slots__ = ()
-    in_place = True
 
 
 class MpiTransport(SharingTransport):
@@ -131,12 +108,17 @@ class MpiTransport(SharingTransport):
     # --- sending
 
     def can_send(self, peer: int) -> bool:
-        link = self._link(peer)
+        link = self._links[peer]
+        if link is None or self._closed is not None:
+            self._refuse(peer)
         return link.sent - link.acked < self.window or link.lost is not None
 
     def send(self, peer: int, header: bytes, payload: Any = b"", *, borrow: bool = False, urgent: bool = False) -> None:
-        link = self._link(peer)
-        size = len(payload) if type(payload) is bytes else memoryview(payload).nbytes
+        link = self._links[peer]
+        if link is None or self._closed is not None:
+            self._refuse(peer)
+        view = memoryview(payload)
+        size = view.nbytes
         header_bytes = len(header)
         if header_bytes > self.MAX_HEADER_BYTES or size > self.max_payload_bytes:
             raise ValueError(f"header of {header_bytes} bytes or payload of {size} bytes is too large")
@@ -147,16 +129,17 @@ class MpiTransport(SharingTransport):
         with self.lock:
             link.sent += 1
             self._sent_bytes[peer] += PREFIX_BYTES + header_bytes + size
-            link.forget_sent()
+            if link.outgoing or link.loans:
+                link.forget_sent()
             if size < JOIN_BELOW:
                 prefix = link.prefix(self.rank, WHOLE, header_bytes, size)
-                link.put(self._comm, b"".join((prefix, header, payload)))
+                link.put(self._comm, b"".join((prefix, header, view)))
             elif link.shared is not None and self._arena is not None and (offset := self._arena.offset(payload)) is not None:
                 link.shared.lend(payload)
                 link.put(self._comm, link.prefix(self.rank, IN_PLACE, header_bytes, size) + header + OFFSET.pack(offset))
             else:
                 link.put(self._comm, link.prefix(self.rank, SPLIT, header_bytes, size) + header)
-                link.put_payload(self._comm, self.rank, memoryview(payload).cast("B"), borrow)
+                link.put_payload(self._comm, self.rank, view.cast("B"), borrow)
 
     def flush(self, timeout_s: float) -> bool:
         started = time.monotonic()
@@ -201,10 +184,11 @@ class MpiTransport(SharingTransport):
             if frame is not None:
                 return frame
 
-    def release(self, link: MpiLink, memory: mmap.mmap | Reading | None) -> None:
+    def release(self, frame: MpiFrame) -> None:
         """Takes a frame's memory back and tells its sender, if that has not heard from us for half a window."""
+        link, memory = frame.link, frame.memory
         with self.lock:
-            if isinstance(memory, mmap.mmap):
+            if isinstance(memory, Room):
                 self._inbox.give_back(memory)
             elif memory is not None and link.shared is not None:
                 link.shared.finish(memory)
@@ -237,11 +221,8 @@ class MpiTransport(SharingTransport):
         """Takes what has come; with `one`, until a frame is ready: a library that copies when asked makes the next ones wait."""
         slots, status = self._inbox.slots, self._inbox.status
         try:
-            while not (one and self._ready) and (slot := slots.arrived(status)) is not None:
-                try:
-                    self._accept(slot, status)
-                finally:
-                    slots.next()
+            while not (one and self._ready) and (slot := slots.take(status)) is not None:
+                self._accept(slot, status)
         except MPI.Exception as error:
             if not is_process_failure(error):
                 raise CommunicatorAborted(f"MPI failed: {describe(error)}", rank=self.rank) from error
@@ -256,39 +237,36 @@ class MpiTransport(SharingTransport):
 
     def _accept(self, slot: bytearray, status: MPI.Status) -> None:
         """Takes the message in `slot`: a frame, or one between transports."""
-        message = Message(*PREFIX.unpack_from(slot))
-        size, peer, kind = status.count, message.peer, message.kind
+        session, peer, released, finished, payload_bytes, header_bytes, kind = PREFIX.unpack_from(slot)
+        size = status.count
         link = self._links[peer] if peer < self.world_size else None
-        if size < PREFIX_BYTES or link is None or message.session != self._session or status.source != link.dest:
-            return self._violation(None, f"{size} bytes as rank {peer}, for session {message.session:#x}: not of this group")
+        if size < PREFIX_BYTES or link is None or session != self._session or status.source != link.dest:
+            return self._violation(None, f"{size} bytes as rank {peer}, for session {session:#x}: not of this group")
         if link.lost == _BROKE:
             return None
         window_was_full = link.sent - link.acked >= self.window
-        fault = link.note(message) or message.fault(size, self.max_payload_bytes)
+        fault = link.note(released, finished) or shape_fault(kind, header_bytes, payload_bytes, size, self.max_payload_bytes)
         if fault is None and kind <= IN_PLACE and link.received - link.released > self.window:  # one may be urgent
             fault = f"more than the {self.window} frames of its window"
         if fault is not None:
             return self._violation(link, fault)
         self._received_bytes[peer] += size
-        # Who waits to send has to know, and a frame may not be complete for a while.
-        self._news |= window_was_full and link.sent - link.acked < self.window
+        if window_was_full and link.sent - link.acked < self.window:
+            self._news = True  # who waits to send has to know, and a frame may not be complete for a while
         if kind > IN_PLACE:
-            self._accept_bare(link, kind)
-        else:
-            self._accept_frame(link, message, slot, size)
-        return None
-
-    def _accept_frame(self, link: MpiLink, message: Message, slot: bytearray, size: int) -> None:
+            return self._accept_bare(link, kind)
         link.received += 1
-        end = PREFIX_BYTES + message.header_bytes
+        end = PREFIX_BYTES + header_bytes
         header = bytes(slot[PREFIX_BYTES:end])
-        if message.kind == WHOLE:
-            self._arrive(link, Arrival(header, memoryview(bytes(slot[end:size]))))
-        elif message.kind == SPLIT:
-            self._received_bytes[link.rank] += message.payload_bytes
-            self._arrive(link, self._inbox.receive(link, header, message.payload_bytes))
+        if kind == SPLIT:
+            self._received_bytes[peer] += payload_bytes
+            room = self._inbox.borrow(payload_bytes)
+            self._arrive(link, MpiFrame(self, link, header, room.payload, room, self._inbox.receive(link, room)))
+        elif kind == WHOLE:
+            self._arrive(link, MpiFrame(self, link, header, memoryview(bytes(slot[end:size]))))
         else:
-            self._read_in_place(link, header, OFFSET.unpack_from(slot, end)[0], message.payload_bytes)
+            self._read_in_place(link, header, OFFSET.unpack_from(slot, end)[0], payload_bytes)
+        return None
 
     def _read_in_place(self, link: MpiLink, header: bytes, offset: int, nbytes: int) -> None:
         reading = link.shared.read(offset, nbytes) if link.shared is not None else None
@@ -296,41 +274,37 @@ class MpiTransport(SharingTransport):
             self._violation(link, f"a payload of {nbytes} bytes at {offset}, which is not in memory that it shares")
             return
         self._received_bytes[link.rank] += nbytes
-        self._arrive(link, Arrival(header, reading.view, reading))
+        self._arrive(link, InPlaceFrame(self, link, header, reading.view, reading))
 
-    def _arrive(self, link: MpiLink, arrival: Arrival) -> None:
+    def _arrive(self, link: MpiLink, frame: MpiFrame) -> None:
         """Hands a frame on, in its turn."""
         if link.arriving:
-            link.arriving.append(arrival)
-        elif arrival.request is None:
-            self._hand_on(link, arrival)
+            link.arriving.append(frame)
+        elif frame.request is None:
+            self._ready.append(frame)
         else:
-            link.arriving.append(arrival)
+            link.arriving.append(frame)
             # A peer that leaves is lost when all that it sent has been taken, and more may be in the slots.
             if link.leaving is not None or not self._completed(link):
                 self._arriving.append(link)
 
-    def _hand_on(self, link: MpiLink, arrival: Arrival) -> None:
-        kind = InPlaceFrame if isinstance(arrival.memory, Reading) else MpiFrame
-        self._ready.append(kind(self, link, arrival))
-
     def _completed(self, link: MpiLink) -> bool:
         """Hands on the complete frames of a peer; whether that were all."""
-        arriving = link.arriving
+        arriving, status = link.arriving, self._inbox.status
         while arriving:
-            arrival = arriving[0]
-            if arrival.request is not None:
+            frame = arriving[0]
+            if frame.request is not None:
                 try:
-                    if not arrival.request.Test(self._inbox.status):
+                    if not frame.request.Test(status):
                         return False
                 except MPI.Exception as error:
                     link.fail(error)
                     self._world.leave_behind(link.unreceived())
                     arriving.clear()
                     break
-                if self._inbox.status.count != len(arrival.payload):
-                    self._violation(link, f"a payload of {self._inbox.status.count} bytes instead of {len(arrival.payload)}")
-            self._hand_on(link, arriving.popleft())
+                if status.count != len(frame.payload):
+                    self._violation(link, f"a payload of {status.count} bytes instead of {len(frame.payload)}")
+            self._ready.append(arriving.popleft())
         if link.leaving is not None:
             self._lose(link)
         return True
@@ -420,17 +394,11 @@ class MpiTransport(SharingTransport):
         with self.lock:
             self._progress()
             for frame in self._ready:
-                frame._link.released += 1  # a peer that is still sending must not overrun its window
+                frame.link.released += 1  # a peer that is still sending must not overrun its window
             self._ready.clear()
             for link in self._peers:
                 link.forget_sent()
             return all(link.silent and (link.lost or not link.unfinished()) for link in self._peers)
-
-    def _link(self, peer: int) -> MpiLink:
-        link = self._links[peer]
-        if self._closed is not None or link is None:
-            self._refuse(peer)
-        return link
 
     def _refuse(self, peer: int) -> NoReturn:
         if self._closed is not None:
@@ -446,6 +414,6 @@ def _abandon(lock: Any, rank: int, links: Sequence[MpiLink], inbox: Inbox) -> No
         for link in links:
             if link.lost is None:
                 message = link.prefix(rank, VANISHED)
-                link.outgoing.append((inbox.world.comm.Isend([message, MPI.BYTE], link.dest, link.tag), message))
+                link.outgoing.append((inbox.world.comm.Isend(message, link.dest, link.tag), message))
         inbox.world.leave_behind([request for link in links for request in link.unfinished()])
         inbox.close()

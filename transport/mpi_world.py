@@ -320,7 +320,11 @@ def over(request: Testable) -> bool:
     """Whether MPI is done with a request's memory, well or not. Of several as one, an error ends a single one."""
     while True:
         try:
-            return bool(request.Test())
+            done = bool(request.Test())
         except MPI.Exception:
-            if isinstance(request, MPI.Request):
-                return True
+            done = isinstance(request, MPI.Request)
+            if not done:
+                continue
+        if done and isinstance(request, MPI.Prequest):
+            request.Free()
+        return done
