@@ -7,8 +7,8 @@
 
 Needs root and iproute2. The model's constants come from other runs than those that it predicts: exchanges of empty and large frames
 (`all_to_all`) and of small chunks that are summed (`reduce_scatter`) between 2, 4 and 8 ranks on links that do not limit them, for
-processor times and latency, large ones on 1 Gb/s links for efficiency and incast, and the kernels, alone, for the codecs. No constant is
-adjusted to an all-reduce.
+processor times and latency, large ones on each kind of link up to 1 Gb/s for its efficiency and incast, and the kernels, alone, for the
+codecs. No constant is adjusted to an all-reduce.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 import links
 import links_report
 import netns
-from simulate_constants import FAST, RANK, SLOW, Exchange, calibrate, derive
+from simulate_constants import FAST, RANK, SLOW, Exchange, Link, calibrate, derive, derive_links
 
 from squinchcomm.config import parse_size
 from squinchcomm.cost import DIRECT, HIERARCHICAL, PAIRWISE, Layout, Prediction, algorithms, predict
@@ -78,18 +78,24 @@ class Model:
     Attributes:
         machine: All of it, shared by the namespaces.
         codecs: Costs by name.
-        burst_bytes: What each kind of link lets pass at once.
+        links: Each kind of link.
     """
 
     machine: Machine
     codecs: dict[str, CodecCost]
-    burst_bytes: dict[str, float]
+    links: dict[str, Link]
 
     def predict(self, algorithm: str, layout: Layout, link: str, size: int, codec: str) -> Prediction:
         """An all-reduce of `size` bytes of float32 between namespaces."""
-        rate = links.RATES[link] or 1e12
-        host = replace(self.machine, link_bits_per_s=rate, link_burst_bytes=self.burst_bytes[link]).divided(layout.hosts)
-        return predict(algorithm, layout, size, self.codecs[codec], host)
+        kind = self.links[link]
+        host = replace(
+            self.machine,
+            link_bits_per_s=links.RATES[link] or 1e12,
+            link_burst_bytes=kind.burst_bytes,
+            link_efficiency=kind.efficiency,
+            incast=kind.incast,
+        )
+        return predict(algorithm, layout, size, self.codecs[codec], host.divided(layout.hosts))
 
 
 COLUMNS = (
@@ -110,14 +116,8 @@ def bursts(names: list[str]) -> dict[str, float]:
     return found
 
 
-def cells(
-    worlds: list[tuple[int, int]],
-    names: list[str],
-    sizes: list[int],
-    budget_s: float,
-    model: Model,
-) -> Iterator[Cell]:
-    """Measures, and predicts each cell from the constants alone."""
+def rows(worlds: list[tuple[int, int]], names: list[str], sizes: list[int], budget_s: float) -> Iterator[links_report.Row]:
+    """Measures."""
     # Where hosts have several ranks both algorithms are measured, whatever would be chosen.
     os.environ["SQUINCH_ALGORITHM"] = "hierarchical"
     for per_host, hosts in worlds:
@@ -126,9 +126,8 @@ def cells(
         for row in links.measure(plan):
             if not row.ok:
                 raise RuntimeError(f"a wrong result: {row}")
-            if row.size < MIN_COMPRESS_BYTES and row.contender != "none":
-                continue  # the same call once more
-            yield cell(row, model)
+            if row.size >= MIN_COMPRESS_BYTES or row.contender == "none":  # else the same call once more
+                yield row
 
 
 def cell(row: links_report.Row, model: Model) -> Cell:
@@ -172,16 +171,19 @@ def constants(model: Model) -> list[str]:
         f"{1e6 * machine.call_s:.0f} us, a frame {1e6 * machine.frame_s:.0f} us and a chunk {1e6 * machine.chunk_s:.0f} us of a "
         f"processor; sockets "
         f"{machine.socket_bytes_per_s / 1e9:.2f}, copies {machine.memory_bytes_per_s / 1e9:.1f}, additions "
-        f"{machine.add_bytes_per_s / 1e9:.1f} GB/s; link efficiency {machine.link_efficiency:.3f}, incast "
-        f"{machine.incast:.3f}"
+        f"{machine.add_bytes_per_s / 1e9:.1f} GB/s"
     )
+    shaped = [
+        f"# {name}: burst {link.burst_bytes / 1e3:.0f} KB, efficiency {link.efficiency:.3f}, incast {link.incast:.3f}"
+        for name, link in model.links.items()
+    ]
     own = [
         f"# {codec.name}: encode {codec.encode_bytes_per_s / 1e9:.1f}, decode {codec.decode_bytes_per_s / 1e9:.1f}, "
         f"reduce {codec.reduce_bytes_per_s / 1e9:.1f} GB/s of float32"
         for codec in model.codecs.values()
         if not codec.lossless
     ]
-    return [shared, *own]
+    return [shared, *own, *shaped]
 
 
 def header(settings: dict[str, Any]) -> list[str]:
@@ -245,8 +247,11 @@ def rescore(file: Path) -> int:
     """Derives the constants and predicts the measured times of a JSON file of this benchmark anew, with the model as it is now."""
     raw = json.loads(file.read_text())
     codecs = {name: CodecCost(**cost) for name, cost in raw["codecs"].items()}
-    machine = derive(Machine(**raw["machine"]), codecs["squinch6"], [Exchange(**each) for each in raw["exchanges"]])
-    model = Model(machine, codecs, raw["burst_bytes"])
+    made = [Exchange(**each) for each in raw["exchanges"]]
+    machine = derive(Machine(**raw["machine"]), codecs["squinch6"], made)
+    model = Model(
+        machine, codecs, derive_links(machine, made, {name: each["burst_bytes"] for name, each in raw["links"].items()})
+    )
     found = []
     for saved in raw["cells"]:
         layout = Layout.even(saved["ranks"], saved["hosts"])
@@ -272,18 +277,18 @@ def main(arguments: list[str]) -> int:
     settings["command"] = shlex.join(["python", "benchmarks/simulate_check.py", *sys.argv[1:]])
     settings["load"] = "{:.1f} {:.1f} {:.1f} before the run".format(*os.getloadavg())
     names = list(dict.fromkeys([*options.links, FAST, SLOW]))
+    made = calibrate(names)
+    measured = []
+    for row in rows(options.worlds, options.links, options.sizes, options.budget):
+        measured.append(row)
+        print(f"measured: {row.link}, {row.hosts} hosts, {row.size} bytes, {row.contender}", file=sys.stderr, flush=True)
+    made += calibrate(names)  # the machine may have become slower or quicker in the meantime
     codecs = {name: measure_codec(name) for name in CODECS}
-    made = calibrate()
-    model = Model(derive(measure(), codecs["squinch6"], made), codecs, bursts(names))
-    lines = [*header(settings), *constants(model), COLUMNS]
-    print(*lines, sep="\n", flush=True)
-    found = []
-    for each in cells(options.worlds, options.links, options.sizes, options.budget, model):
-        print(each, flush=True)
-        found.append(each)
-        lines.append(str(each))
-    print(*summary(found), sep="\n")
-    lines += summary(found)
+    machine = derive(measure(), codecs["squinch6"], made)
+    model = Model(machine, codecs, derive_links(machine, made, bursts(names)))
+    found = [cell(row, model) for row in measured]
+    lines = [*header(settings), *constants(model), COLUMNS, *map(str, found), *summary(found)]
+    print(*lines, sep="\n")
     raw = asdict(model) | {"exchanges": [asdict(each) for each in made], "cells": [asdict(each) for each in found]}
     write(settings, lines, raw, options.json, report=options.report)
     return 0 if all(abs(each.error) <= FLOOR for each in found) else 1

@@ -23,6 +23,16 @@ KIB, MIB = 1024, 1024 * 1024
 CALIBRATION_RANKS = (2, 4, 8)
 FAST, SLOW = "10Gbit", "1Gbit"
 RANK = "simulate_rank.py"
+_SLOW_S = 0.6  # the longest exchange that a link's constants are made from
+
+
+@dataclass(frozen=True)
+class Link:
+    """A kind of link, beside its rate: as in `Machine`."""
+
+    burst_bytes: float
+    efficiency: float
+    incast: float
 
 
 @dataclass(frozen=True)
@@ -44,11 +54,11 @@ class Exchange:
         frames = others * Plan([0, self.part_bytes // 4], 4, codec.tile).chunks(0)
         return [1.0, frames, frames, others * self.part_bytes * codec.bits / 32]
 
-    def kernels_s(self, codec: CodecCost) -> float:
-        """Processor time in which elements are encoded and summed."""
-        if self.kind == "move":
-            return 0.0
+    def kernels_s(self, codec: CodecCost, machine: Machine) -> float:
+        """Processor time in which elements are encoded and summed, or payload is copied out of its frames."""
         others = (self.ranks - 1) * self.part_bytes
+        if self.kind == "move":
+            return others * machine.cores / machine.memory_bytes_per_s
         return others / codec.encode_bytes_per_s + (others + self.part_bytes) / codec.reduce_bytes_per_s
 
 
@@ -65,25 +75,33 @@ def exchanges(ranks: int, link: str, plan: list[tuple[str, int, int]]) -> list[E
     return made
 
 
-def calibrate() -> list[Exchange]:
-    """Measures what the constants of processors and links are made from."""
+def calibrate(names: list[str]) -> list[Exchange]:
+    """Measures what the constants of processors, and of links of these names, are made from."""
     made: list[Exchange] = []
     for ranks in CALIBRATION_RANKS:
-        small = [("move", 0, 200), ("reduce", 64 * KIB, 100), ("reduce", MIB, 50)]
-        made += exchanges(ranks, FAST, [*small, ("move", 32 * MIB // (ranks - 1), 5)])
-    for ranks in CALIBRATION_RANKS:
-        made += exchanges(ranks, SLOW, [("move", 24 * MIB // (ranks - 1), 5)])
+        moved = [("move", 0, 200), ("move", 32 * KIB, 100), ("move", 32 * MIB // (ranks - 1), 5)]
+        reduced = [("reduce", 32 * KIB, 100), ("reduce", 256 * KIB, 100), ("reduce", MIB, 50)]
+        made += exchanges(ranks, FAST, [*moved, *reduced])
+    for name in slow_links(names):
+        total = int(min(24 * MIB, _rate(name) / 8 * _SLOW_S))
+        for ranks in CALIBRATION_RANKS:
+            made += exchanges(ranks, name, [("move", total // (ranks - 1), 5)])
     return made
+
+
+def slow_links(names: list[str]) -> list[str]:
+    """Those that limit an exchange more than processors do, and one of them in any case."""
+    return [name for name in links.RATES if (name in names and _rate(name) <= _rate(SLOW)) or name == SLOW]
 
 
 def derive(machine: Machine, codec: CodecCost, made: list[Exchange]) -> Machine:
     """`machine` with the constants that the exchanges say; `codec` is what they were encoded with."""
-    fast, slow = ([each for each in made if each.link == link] for link in (FAST, SLOW))
+    fast = [each for each in made if each.link == FAST]
     demands = np.array([each.demand(codec) for each in fast])
-    call_s, frame_s, chunk_s, byte_s = fitted(demands, np.array([each.processor_s - each.kernels_s(codec) for each in fast]))
-    empty = next(each for each in fast if each.ranks == 2 and not each.part_bytes)  # two ranks have a processor each
-    latency_s = max(0.0, empty.time_s - empty.processor_s)
-    efficiency, incast = link_constants(machine, slow)
+    times = np.array([each.processor_s - each.kernels_s(codec, machine) for each in fast])
+    call_s, frame_s, chunk_s, byte_s = fitted(demands, times)
+    empty = [each for each in fast if each.ranks == 2 and not each.part_bytes]  # two ranks have a processor each
+    latency_s = max(0.0, fmean(each.time_s - each.processor_s for each in empty))
     return replace(
         machine,
         call_s=call_s,
@@ -92,24 +110,36 @@ def derive(machine: Machine, codec: CodecCost, made: list[Exchange]) -> Machine:
         socket_bytes_per_s=1 / byte_s,
         latency_s=latency_s,
         local_latency_s=latency_s,
-        link_efficiency=efficiency,
-        incast=incast,
     )
 
 
-def link_constants(machine: Machine, slow: list[Exchange]) -> tuple[float, float]:
+def derive_links(machine: Machine, made: list[Exchange], burst_bytes: dict[str, float]) -> dict[str, Link]:
+    """Each kind of link; those that no exchange was limited by are taken to be as `SLOW` is."""
+    measured = set(slow_links([each.link for each in made]))
+    return {
+        name: Link(burst, *link_constants(machine, [each for each in made if each.link == source], burst_bytes[source]))
+        for name, burst in burst_bytes.items()
+        for source in [name if name in measured else SLOW]
+    }
+
+
+def link_constants(machine: Machine, slow: list[Exchange], burst_bytes: float) -> tuple[float, float]:
     """Efficiency and incast: how much longer the link was busy than at its rate, once what the processors add is taken off."""
-    rate = links.RATES[SLOW]
-    assert rate
-    excess = []
+    excess: dict[int, list[float]] = {}
     for each in slow:
         busy_s = each.ranks * each.processor_s / machine.cores
-        ideal_s = (each.ranks - 1) * each.part_bytes * machine.wire_factor * 8 / rate
-        excess.append(math.sqrt(max(ideal_s**2, each.time_s**2 - busy_s**2)) / ideal_s)
-    growth = [(ratio / excess[0] - 1) / doublings(each.ranks - 1) for ratio, each in zip(excess[1:], slow[1:], strict=True)]
+        wire_bytes = (each.ranks - 1) * each.part_bytes * machine.wire_factor
+        ideal_s = (wire_bytes - burst_bytes) * 8 / _rate(each.link)
+        excess.setdefault(each.ranks, []).append(math.sqrt(max(ideal_s**2, each.time_s**2 - busy_s**2)) / ideal_s)
+    alone, *crowds = (fmean(ratios) for ratios in excess.values())
+    growth = [(ratio / alone - 1) / doublings(ranks - 1) for ranks, ratio in zip(CALIBRATION_RANKS[1:], crowds, strict=True)]
     if fmean(growth) < 0:  # two hosts alone do worst: the model has no term for that, so all get the mean
-        return 1 / fmean(excess), 0.0
-    return 1 / excess[0], fmean(growth)
+        return 1 / fmean([alone, *crowds]), 0.0
+    return 1 / alone, fmean(growth)
+
+
+def _rate(name: str) -> float:
+    return links.RATES[name] or math.inf
 
 
 def fitted(demands: np.ndarray, times: np.ndarray) -> list[float]:

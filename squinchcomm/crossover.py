@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from squinchcomm.collectives.hierarchy import HIERARCHY_BYTES
 from squinchcomm.cost import DIRECT, HIERARCHICAL, PAIRWISE, Layout, algorithms, predict
 from squinchcomm.machine import CodecCost, Machine, codec_cost
 
@@ -64,12 +63,9 @@ class Crossover:
     def _time_s(self, nbytes: int, itemsize: int, codec: CodecCost) -> float:
         """Of the algorithm that the communicator takes."""
         able = algorithms(self.layout, nbytes, codec)
-        layered = HIERARCHICAL in able and (itemsize > 2 or not codec.lossless) and self.algorithm != "flat"
-        wire_bytes = nbytes if codec.lossless else nbytes / itemsize * codec.bits / 8
+        names = [PAIRWISE]
         if DIRECT in able:
-            name = DIRECT
-        elif layered and (self.algorithm == "hierarchical" or wire_bytes >= HIERARCHY_BYTES):
-            name = HIERARCHICAL
-        else:
-            name = PAIRWISE
-        return predict(name, self.layout, nbytes, codec, self.machine, itemsize=itemsize).time_s
+            names = [DIRECT]
+        elif HIERARCHICAL in able and (itemsize > 2 or not codec.lossless) and self.algorithm != "flat":
+            names = [HIERARCHICAL] if self.algorithm == "hierarchical" else [PAIRWISE, HIERARCHICAL]
+        return min(predict(name, self.layout, nbytes, codec, self.machine, itemsize=itemsize).time_s for name in names)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -15,10 +16,10 @@ from squinchcomm.errors import ConfigError
 
 _TCP_IP_BYTES = 52  # IPv4, TCP and its timestamps, in every packet
 _ETHERNET_BYTES = 14
-_ELEMENTS = 1 << 22  # 16 MiB of float32: more than the caches near a core hold
-_TERMS = 4  # inputs of a measured sum: 64 MiB, more than the caches of most hosts hold
+_ELEMENTS = 1 << 23  # 32 MiB of float32; as many arrays as are measured at once are more than the caches of most hosts hold
+_TERMS = 4  # inputs of a measured sum
 _SATURATING_CORES = 4
-_BUDGET_S = 0.01  # a measurement
+_BUDGET_S = 0.03  # a measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +88,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecCost:
-    """What a codec costs. Rates are of one processor, in bytes of float32 per second, whatever the arrays' type.
+    """What a codec costs. Rates are of one processor of a busy host, in bytes of float32 per second, whatever the arrays' type.
 
     Attributes:
         name: As in the registry.
@@ -155,9 +156,10 @@ def codec_cost(name: str, rates: tuple[float, float, float] | None = None) -> Co
 
 @lru_cache(maxsize=64)
 def measure_codec(name: str) -> CodecCost:
-    """As `codec_cost`, with rates measured here, in about 0.1 s once the kernels are loaded; later calls return the first's result.
+    """As `codec_cost`, with rates measured here while up to four processors are at work, on arrays that no cache holds.
 
-    Rates differ from run to run and from host to host. Ranks that are to choose alike share those of one of them.
+    Takes about 0.3 s once the kernels are loaded; later calls return the first's result. Rates differ from run to run and from host
+    to host. Ranks that are to choose alike share those of one of them.
     """
     import numpy as np
 
@@ -165,16 +167,20 @@ def measure_codec(name: str) -> CodecCost:
 
     warm_up()
     codec = get_codec(name)
-    values = np.random.default_rng(0).standard_normal(_ELEMENTS, dtype=np.float32)
-    encoded, decoded = codec.encode(values, seed=1), np.empty_like(values)
-    encode = _rate(partial(codec.encode, values, encoded, seed=1), values.nbytes)
-    decode = _rate(partial(codec.decode, encoded, values.size, decoded), values.nbytes)
-    reduce = _rate(partial(codec.reduce, [encoded.copy() for _ in range(_TERMS)], decoded), _TERMS * values.nbytes)
+    values = np.resize(np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32), _ELEMENTS)
+    arrays = [values.copy() for _ in range(_measured_cores())]
+    encoded = [codec.encode(each, seed=1) for each in arrays]
+    inputs = [[each.copy() for _ in range(_TERMS)] for each in encoded]
+    encode = _rate([partial(codec.encode, *each, seed=1) for each in zip(arrays, encoded, strict=True)], values.nbytes)
+    decode = _rate(
+        [partial(codec.decode, data, values.size, out) for data, out in zip(encoded, arrays, strict=True)], values.nbytes
+    )
+    reduce = _rate([partial(codec.reduce, data, out) for data, out in zip(inputs, arrays, strict=True)], _TERMS * values.nbytes)
     return codec_cost(name, (encode / 1e9, decode / 1e9, reduce / 1e9))
 
 
 def measure(machine: Machine | None = None) -> Machine:
-    """`machine` with the processors, the memory and the additions of this host; takes about 0.1 s.
+    """`machine` with the processors, the memory and the additions of this host; takes about 0.2 s.
 
     Latency, link and the costs of frames and sockets take two hosts to measure: they stay as given.
     """
@@ -182,26 +188,43 @@ def measure(machine: Machine | None = None) -> Machine:
 
     from squinchcomm.collectives.reduction import reduce_arrays
 
-    cores = len(os.sched_getaffinity(0))
     inputs: list[Any] = [np.ones(_ELEMENTS, np.float32) for _ in range(_TERMS)]
     targets = [np.empty_like(each) for each in inputs]
     # One processor does not saturate the memory of a host, and four mostly do.
-    with ThreadPoolExecutor(min(cores, _SATURATING_CORES)) as pool:
-        copy = _rate(lambda: [*pool.map(np.copyto, targets, inputs)], _TERMS * inputs[0].nbytes)
-    add = _rate(partial(reduce_arrays, inputs, targets[0], "sum", 1), _TERMS * inputs[0].nbytes)
-    return replace(machine or Machine(), cores=float(cores), memory_bytes_per_s=copy, add_bytes_per_s=add)
+    pairs = [*zip(targets, inputs, strict=True)][: _measured_cores()]
+    copy = len(pairs) * _rate([partial(np.copyto, *pair) for pair in pairs], inputs[0].nbytes)
+    add = _rate([partial(reduce_arrays, inputs, targets[0], "sum", 1)], _TERMS * inputs[0].nbytes)
+    cores = float(len(os.sched_getaffinity(0)))
+    return replace(machine or Machine(), cores=cores, memory_bytes_per_s=copy, add_bytes_per_s=add)
 
 
-def _rate(call: Callable[[], object], nbytes: int) -> float:
-    """Bytes per second of the median call of those that fit into the budget, at least three; the first one does not count."""
-    call()
+def _measured_cores() -> int:
+    return min(len(os.sched_getaffinity(0)), _SATURATING_CORES)
+
+
+def _rate(calls: Sequence[Callable[[], object]], nbytes: int) -> float:
+    """Bytes per second of a processor, the mean of those that repeat one call each at the same time."""
+    begin = threading.Barrier(len(calls))
+
+    def timed(call: Callable[[], object], processor: int) -> float:
+        os.sched_setaffinity(0, {processor})  # of this thread: two on one processor would take turns and not share the memory
+        call()
+        begin.wait()
+        return nbytes / _median_s(call)
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return statistics.fmean(pool.map(timed, calls, sorted(os.sched_getaffinity(0))))
+
+
+def _median_s(call: Callable[[], object]) -> float:
+    """Seconds of the median call of those that fit into the budget, at least three."""
     times: list[float] = []
     end = time.perf_counter() + _BUDGET_S
     while len(times) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return nbytes / statistics.median(times)
+    return statistics.median(times)
 
 
 def _require(condition: bool, name: str, value: object, allowed: str) -> None:

@@ -11,21 +11,17 @@ import numpy as np
 from squinchcomm.collectives.call import Call
 from squinchcomm.collectives.coder import CodecCoder, Coder, PlainCoder, mix
 from squinchcomm.collectives.exchange import Exchange
-from squinchcomm.collectives.hierarchy import (
-    HIERARCHY_BYTES,
-    Hierarchy,
-    Topology,
-    allreduce_shards,
-    reduce_scatter_shards,
-)
+from squinchcomm.collectives.hierarchy import Hierarchy, Topology, allreduce_shards, reduce_scatter_shards
 from squinchcomm.collectives.plan import MAX_CHUNK_BYTES, Plan
 from squinchcomm.collectives.probe import PROBE_PERIOD, Probe
 from squinchcomm.config import Config
+from squinchcomm.cost import HIERARCHICAL, Layout, choose
 from squinchcomm.crossover import Crossover
 from squinchcomm.errors import ConfigError
 from squinchcomm.kernels import warm_up
 from squinchcomm.kernels.codec import Codec
 from squinchcomm.kernels.dtypes import BFLOAT16, FLOAT16, dtype_name
+from squinchcomm.machine import Machine, codec_cost
 from squinchcomm.policy import choose_codec
 from squinchcomm.stats import Stats
 from squinchcomm.transport.base import Transport
@@ -33,6 +29,8 @@ from squinchcomm.transport.base import Transport
 log = logging.getLogger("squinchcomm")
 
 _MOST_ANNOUNCED = 1024  # signatures
+# Where nothing was measured. Of the links that compression is for this is a slow one, on which the wrong algorithm costs most.
+_USUAL = Machine(link_bits_per_s=1e9)
 
 
 class Strategy:
@@ -49,6 +47,7 @@ class Strategy:
         self._world_size = transport.world_size
         self._max_payload_bytes = transport.max_payload_bytes
         self._topology = Topology(transport.hosts)
+        self._layout = Layout.of(transport.hosts)
         self._announced: set[tuple[Any, ...]] = set()
         self._compressed_calls = 0
 
@@ -127,8 +126,15 @@ class Strategy:
         return min(max(self._config.chunk_bytes * data.itemsize // 4, 1), self._max_payload_bytes)
 
     def _takes_hierarchy(self, coder: Coder, data: np.ndarray) -> bool:
-        if self._config.algorithm == "flat" or not self._topology.layered:
+        if self._config.algorithm == "flat" or not self._layout.layered:
             return False
         if isinstance(coder, PlainCoder) and data.dtype in (FLOAT16, BFLOAT16):
             return False  # the sums of hosts would be rounded before they are added
-        return self._config.algorithm == "hierarchical" or coder.nbytes(data.size) >= HIERARCHY_BYTES
+        if self._config.algorithm == "hierarchical":
+            return True
+        # Nothing here may differ between ranks: constants are those that all have agreed on, or those of no machine in particular.
+        name = coder.codec.name if isinstance(coder, CodecCoder) else "none"
+        known = self.crossover
+        cost = known.encoded if known is not None and known.encoded.name == name else codec_cost(name)
+        machine = known.machine if known is not None else _USUAL
+        return choose(self._layout, data.nbytes, cost, machine, itemsize=data.itemsize) == HIERARCHICAL

@@ -14,9 +14,12 @@ import pytest
 from squinchcomm.collectives import call
 from squinchcomm.collectives.hierarchy import Topology, allreduce_shards, reduce_scatter_shards
 from squinchcomm.config import Config
+from squinchcomm.cost import HIERARCHICAL, Layout, choose
+from squinchcomm.crossover import Crossover
 from squinchcomm.errors import CollectiveTimeout, MismatchError, PeerLost
 from squinchcomm.joining import join
 from squinchcomm.kernels import get_codec
+from squinchcomm.machine import Machine, codec_cost
 from squinchcomm.transport.inproc import InprocRendezvous
 from squinchcomm.transport.options import TransportOptions
 from squinchcomm.transport.registry import get_backend
@@ -156,28 +159,42 @@ def test_a_host_sends_what_one_rank_would(codec: str) -> None:
     assert 4 * payload <= beyond("flat") <= 4 * payload * 1.01 + 20_000
 
 
+def phases(hosts: str, count: int, dtype: Any = np.float32, machine: Machine | None = None, **settings: Any) -> set[int]:
+    """Kinds of frames that an all-reduce sends; with a `machine`, in a group that has agreed on its constants."""
+    seen: set[int] = set()
+
+    def body(comm: Any) -> None:
+        if machine is not None:
+            comm._strategy.crossover = Crossover(hosts, machine, codec_cost("squinch6"))
+        real = comm._channel.send
+        comm._channel.send = lambda ticket, peer, parcel, **more: (
+            seen.add(parcel.phase),
+            real(ticket, peer, parcel, **more),
+        )
+        comm.allreduce(np.ones(count, dtype))
+
+    run_world(len(hosts), body, hosts=hosts, **settings)
+    return seen
+
+
 def test_auto_takes_it_for_large_arrays_on_several_hosts() -> None:
-    def phases(hosts: str, count: int, dtype: Any = np.float32, **settings: Any) -> set[int]:
-        seen: set[int] = set()
-
-        def body(comm: Any) -> None:
-            real = comm._channel.send
-            comm._channel.send = lambda ticket, peer, parcel, **more: (
-                seen.add(parcel.phase),
-                real(ticket, peer, parcel, **more),
-            )
-            comm.allreduce(np.ones(count, dtype))
-
-        run_world(len(hosts), body, hosts=hosts, **settings)
-        return seen
-
     assert phases("aabb", 1 << 17) == {0, 1, 2}
-    assert phases("aabb", 1 << 13) == {0, 1}
-    assert phases("aabb", 1 << 13, algorithm="hierarchical") == {0, 1, 2}
+    assert phases("aabb", 1 << 17, codec="squinch6") == {0, 1, 2}
+    assert phases("aabb", 1 << 14, codec="squinch6", min_compress_bytes=0) == {0, 1}
+    assert phases("aabb", 1 << 14, codec="squinch6", min_compress_bytes=0, algorithm="hierarchical") == {0, 1, 2}
     assert phases("aabb", 1 << 17, algorithm="flat") == {0, 1}
     assert phases("aaaa", 1 << 17) == {0, 1}
     assert phases("abcd", 1 << 17) == {0, 1}
     assert phases("aabb", 1 << 18, np.float16) == {0, 1}, "host sums would be rounded before they are added"
+
+
+@pytest.mark.parametrize("codec", ["none", "squinch6"])
+@pytest.mark.parametrize(("rate", "seen"), [(0.1e9, {0, 1, 2}), (1e12, {0, 1})])
+def test_auto_asks_the_model_with_the_constants_of_the_group(codec: str, rate: float, seen: set[int]) -> None:
+    machine = Machine(link_bits_per_s=rate, cores=1.0)
+    assert phases("aabb", 1 << 16, machine=machine, codec=codec, min_compress_bytes=0) == seen
+    layout, cost = Layout.even(4, 2), codec_cost(codec)
+    assert (choose(layout, 4 << 16, cost, machine) == HIERARCHICAL) == (2 in seen)
 
 
 # --- the shards

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections import deque
+from collections import defaultdict, deque
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -26,7 +26,7 @@ OFFSET = struct.Struct("<Q")  # behind the header of an IN_PLACE frame: where in
 MAX_HEADER_BYTES = Transport.MAX_HEADER_BYTES
 SLOT_BYTES = PREFIX_BYTES + MAX_HEADER_BYTES + JOIN_BELOW
 DIED = "its process died"
-_SPARE_BYTES = 64 << 20
+_SPARE_BYTES = 64 << 20  # kept of each size
 
 
 def shape_fault(kind: int, header_bytes: int, payload_bytes: int, size: int, max_payload_bytes: int) -> str | None:
@@ -253,8 +253,7 @@ class Inbox:
         self._comm = world.comm
         self.tag = tag
         self.slots = open_slots(world, tag, SLOT_BYTES, peers)
-        self._spare: dict[int, list[Room]] = {}
-        self._spare_bytes = 0
+        self._spare: defaultdict[int, list[Room]] = defaultdict(list)
 
     def receive(self, link: MpiLink, room: Room) -> Testable:
         """Posts receives for the payload of a peer's frame."""
@@ -268,21 +267,17 @@ class Inbox:
     def borrow(self, nbytes: int) -> Room:
         """Room for a payload of `nbytes`."""
         capacity = 1 << (nbytes - 1).bit_length()
-        spare = self._spare.get(capacity)
-        if spare:
-            self._spare_bytes -= capacity
-            room = spare.pop()
-        else:
-            room = Room(capacity)
+        spare = self._spare[capacity]
+        room = spare.pop() if spare else Room(capacity)
         if room.nbytes != nbytes:  # payloads mostly have the size of the last one
             room.fit(nbytes)
         return room
 
     def give_back(self, room: Room) -> None:
         """Keeps the room of a payload for the next payload of its size: fresh memory costs a fault every page."""
-        if self._spare_bytes + room.capacity <= _SPARE_BYTES:
-            self._spare_bytes += room.capacity
-            self._spare.setdefault(room.capacity, []).append(room)
+        spare = self._spare[room.capacity]
+        if len(spare) * room.capacity < _SPARE_BYTES:
+            spare.append(room)
 
     def close(self) -> None:
         """Takes the receives back, and the memory that peers read."""

@@ -186,14 +186,15 @@ class MpiTransport(SharingTransport):
 
     def release(self, frame: MpiFrame) -> None:
         """Takes a frame's memory back and tells its sender, if that has not heard from us for half a window."""
+        # Without the lock: this thread alone gives memory back and counts, and others add to and take from containers in one step.
         link, memory = frame.link, frame.memory
-        with self.lock:
-            if isinstance(memory, Room):
-                self._inbox.give_back(memory)
-            elif memory is not None and link.shared is not None:
-                link.shared.finish(memory)
-            link.released += 1
-            if link.released - link.reported >= self._credit_due and link.lost is None and self._closed is None:
+        if isinstance(memory, Room):
+            self._inbox.give_back(memory)
+        elif memory is not None and link.shared is not None:
+            link.shared.finish(memory)
+        link.released += 1
+        if link.released - link.reported >= self._credit_due and link.lost is None and self._closed is None:
+            with self.lock:
                 self._send_bare(link, CREDIT)
 
     def _look(self) -> MpiFrame | None:

@@ -26,9 +26,6 @@ from squinchcomm.collectives.plan import Plan
 
 SCATTER, GATHER, LOCAL = 0, 1, 2
 
-# Arrays of fewer bytes on the wire, encoded if they are, gain nothing: two steps more cost what the link would save.
-HIERARCHY_BYTES = 512 << 10
-
 
 class Topology:
     """Which ranks share a host.
@@ -49,11 +46,6 @@ class Topology:
             for rank in ranks:
                 self.host_of[rank] = host
         self.lanes = min(map(len, self.hosts))
-
-    @property
-    def layered(self) -> bool:
-        """Whether there are several hosts, and one with several ranks."""
-        return 1 < len(self.hosts) < len(self.host_of)
 
 
 class Shard(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import simulate_check
 import simulate_constants
-from simulate_constants import CALIBRATION_RANKS, FAST, SLOW, Exchange
+from simulate_constants import CALIBRATION_RANKS, FAST, SLOW, Exchange, Link
 
 from squinchcomm.collectives.plan import Plan
 from squinchcomm.cost import DIRECT, HIERARCHICAL, PAIRWISE
@@ -22,7 +22,10 @@ from squinchcomm.machine import Machine, codec_cost
 
 KIB, MIB = 1024, 1024 * 1024
 CODECS = {name: codec_cost(name) for name in ("none", "squinch6")}
-MODEL = simulate_check.Model(Machine(), CODECS, {"1Gbit": 125e3})
+MODEL = simulate_check.Model(Machine(), CODECS, {"1Gbit": Link(125e3, 0.97, 0.05)})
+MACHINE = Machine(cores=2.0)
+RATED = {"0.1Gbit": (0.1e9, 0.9), SLOW: (1e9, 0.98)}  # links that limit: bits per second, efficiency
+BURSTS = {"0.1Gbit": 16e3, SLOW: 125e3, FAST: 250e3}
 COSTS = [40e-6, 50e-6, 25e-6, 0.8e-9]  # a call, a frame, a chunk, a byte
 
 
@@ -36,43 +39,52 @@ def measured(contender: str, size: int, ranks: int, hosts: int) -> links_report.
     return row
 
 
-def exchanges(
-    costs: list[float], *, efficiency: float = 0.98, incast: float = 0.02, latency_s: float = 15e-6
-) -> list[Exchange]:
+def exchanges(costs: list[float], *, incast: float = 0.02, latency_s: float = 15e-6) -> list[Exchange]:
     """What a machine with these constants would measure."""
-    made, codec, machine = [], CODECS["squinch6"], Machine(cores=2.0)
+    made, codec = [], CODECS["squinch6"]
     kinds = [("move", 0), ("reduce", 64 * KIB), ("reduce", MIB), ("move", 16 * MIB)]
     for ranks in CALIBRATION_RANKS:
-        for link, kind, part in [*((FAST, *each) for each in kinds), (SLOW, "move", 24 * MIB // (ranks - 1))]:
+        slow = [(name, "move", int(rate / 8 * 0.2) // (ranks - 1)) for name, (rate, _) in RATED.items()]
+        for link, kind, part in [*((FAST, *each) for each in kinds), *slow]:
             bare = Exchange(kind, ranks, part, link, 0.0, 0.0)
-            processor_s = float(np.dot(bare.demand(codec), costs)) + bare.kernels_s(codec)
+            processor_s = float(np.dot(bare.demand(codec), costs)) + bare.kernels_s(codec, MACHINE)
             time_s = processor_s + latency_s
-            if link == SLOW:
-                link_s = 24 * MIB * machine.wire_factor * 8 / 1e9 / efficiency * (1 + incast * {2: 0, 4: 1.5, 8: 2.75}[ranks])
-                time_s = (link_s**2 + (ranks * processor_s / machine.cores) ** 2) ** 0.5
+            if link in RATED:
+                rate, efficiency = RATED[link]
+                wire_bytes = (ranks - 1) * part * MACHINE.wire_factor - BURSTS[link]
+                link_s = wire_bytes * 8 / rate / efficiency * (1 + incast * {2: 0, 4: 1.5, 8: 2.75}[ranks])
+                time_s = (link_s**2 + (ranks * processor_s / MACHINE.cores) ** 2) ** 0.5
             made.append(replace(bare, time_s=time_s, processor_s=processor_s))
     return made
 
 
 def test_constants_are_those_of_the_machine_that_was_measured() -> None:
-    found = simulate_constants.derive(Machine(cores=2.0), CODECS["squinch6"], exchanges(COSTS))
+    made = exchanges(COSTS)
+    found = simulate_constants.derive(MACHINE, CODECS["squinch6"], made)
     costs = [found.call_s, found.frame_s, found.chunk_s, 1 / found.socket_bytes_per_s]
     assert costs == pytest.approx(COSTS, rel=1e-3)
-    assert (found.latency_s, found.link_efficiency, found.incast) == pytest.approx((15e-6, 0.98, 0.02), rel=1e-2)
+    assert found.latency_s == pytest.approx(15e-6, rel=1e-2)
     assert found.cores == 2
 
 
+def test_each_link_has_its_own_constants_and_those_that_limit_nothing_another_ones() -> None:
+    found = simulate_constants.derive_links(MACHINE, exchanges(COSTS), BURSTS)
+    assert {name: link.burst_bytes for name, link in found.items()} == BURSTS
+    assert [link.efficiency for link in found.values()] == pytest.approx([0.9, 0.98, 0.98], rel=1e-3)
+    assert [link.incast for link in found.values()] == pytest.approx([0.02] * 3, rel=1e-2)
+
+
 def test_a_link_that_two_hosts_use_worst_has_no_incast() -> None:
-    found = simulate_constants.derive(Machine(cores=2.0), CODECS["squinch6"], exchanges(COSTS, incast=-0.01))
+    found = simulate_constants.derive_links(MACHINE, exchanges(COSTS, incast=-0.01), BURSTS)[SLOW]
     assert found.incast == 0
-    assert 0.98 < found.link_efficiency <= 1
+    assert 0.98 < found.efficiency <= 1
 
 
 @pytest.mark.parametrize("negative", [0, 2])
 def test_nothing_costs_less_than_nothing(negative: int) -> None:
     costs = [*COSTS]
     costs[negative] *= -0.1
-    found = simulate_constants.derive(Machine(cores=2.0), CODECS["squinch6"], exchanges(costs))
+    found = simulate_constants.derive(MACHINE, CODECS["squinch6"], exchanges(costs))
     assert [found.call_s, found.frame_s, found.chunk_s][negative] == 0
     assert found.frame_s > 0
     assert found.socket_bytes_per_s < float("inf")
