@@ -207,7 +207,7 @@ class Config:
         "auto",
         _choice("auto", "flat", "hierarchical"),
         "auto, flat or hierarchical",
-        "reductions where ranks share hosts: among all ranks, or inside hosts first; auto decides by size",
+        "reductions where ranks share hosts: among all ranks, or inside hosts first; auto asks the cost model",
     )
     timeout_s: float = _setting(
         "SQUINCH_TIMEOUT", 60.0, _seconds(0, inclusive=False), "seconds above 0", "seconds that a call may take before it fails"

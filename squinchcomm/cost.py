@@ -317,13 +317,13 @@ def predict(
     # However fast the kernels are on one processor, all of them together read and write one memory.
     kernels_s = max(host_s / machine.cores, rank_s, demand.streamed / machine.memory_bytes_per_s)
     processor_s = kernels_s + demand.copied / machine.memory_bytes_per_s
-    # While one rank of a host works on what nothing hides, another one's bytes are on the link. Hosts that share a core wait in turn, also
-    # to be woken, as far as it is the processors that are busy.
+    # While one rank of a host works on what nothing hides, another one's bytes are on the link. Hosts that share a core wait in turn, as
+    # far as it is the processors that are busy.
     pace_s = math.sqrt(link_s * link_s + processor_s * processor_s)
     busy = processor_s / pace_s if pace_s else 0.0
     turns = 1 + (1 / min(1.0, machine.cores) - 1) * busy
     exposed_s = min(processor_s, (call_s + demand.exposed_s) * turns)
-    latency_s = (demand.hops * machine.latency_s + demand.local_hops * machine.local_latency_s) * turns
+    latency_s = demand.hops * machine.latency_s + demand.local_hops * machine.local_latency_s
     # Buffers between link and processors are finite: where both are busy, each now and then waits for the other.
     hidden_s = processor_s - exposed_s
     time_s = latency_s + exposed_s + math.sqrt(link_s * link_s + hidden_s * hidden_s)
