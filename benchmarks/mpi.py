@@ -122,7 +122,7 @@ def transport_rows(repeats: int) -> list[dict[str, Any]]:
     """Frames of several sizes through the transport, against MPI alone."""
     rows = []
     transport = make_transport()
-    for nbytes, frames in ((64 << 10, 64), (512 << 10, 32), (3 << 19, 16)):
+    for nbytes, frames in ((64 << 10, 64), (128 << 10, 64), (512 << 10, 32), (3 << 19, 16)):
         payload = np.ones(nbytes, np.uint8)
         receives = [np.zeros(nbytes, np.uint8) for _ in range(frames * len(OTHERS))]
         times = turns(
