@@ -1,6 +1,6 @@
 """The cost model against measured all-reduces on shaped links between namespaces.
 
-    python benchmarks/simulate_check.py                  # 2, 4 and 8 hosts, then 2 hosts of 4 ranks, three rates: about 12 minutes
+    python benchmarks/simulate_check.py                  # 2, 4 and 8 hosts, then 2 hosts of 4 ranks, three rates: about 8 minutes
     python benchmarks/simulate_check.py --report         # and a dated report in benchmarks/reports/
     python benchmarks/simulate_check.py --rescore FILE   # what the model of today says of times measured before
     python benchmarks/simulate_check.py --worlds 1x4 --links 1Gbit --sizes 16M --budget 2

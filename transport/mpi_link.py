@@ -276,7 +276,7 @@ class Inbox:
     def give_back(self, room: Room) -> None:
         """Keeps the room of a payload for the next payload of its size: fresh memory costs a fault every page."""
         spare = self._spare[room.capacity]
-        if len(spare) * room.capacity < _SPARE_BYTES:
+        if (len(spare) + 1) * room.capacity <= _SPARE_BYTES:
             spare.append(room)
 
     def close(self) -> None:

@@ -40,8 +40,8 @@ class PostedSlots(Slots):
 
     def take(self, status: MPI.Status) -> bytearray | None:
         if self._taken:
-            self._taken = False
             self._requests[self._oldest].Start()
+            self._taken = False
             self._oldest = (self._oldest + 1) % len(self._buffers)
         if not self._requests[self._oldest].Test(status):
             return None

@@ -157,6 +157,25 @@ def check_payloads_after_one_that_does_not_fit_write_to_memory_that_is_kept() ->
     transport.close(0.2)
 
 
+def check_room_of_payloads_is_used_again_up_to_a_limit() -> None:
+    backend = MpiBackend(TransportOptions(shared_memory=False), join_world(WORLD, 20.0))
+    listener = backend.listen()
+    transport = listener.connect(RANK, join_world(WORLD, 20.0).exchange(listener.address, 20.0), 20.0)
+    inbox = transport._inbox
+    rooms = [inbox.borrow(20 << 20) for _ in range(3)]
+    assert [room.capacity for room in rooms] == [32 << 20] * 3
+    for room in rooms:
+        inbox.give_back(room)
+    again = [inbox.borrow(32 << 20) for _ in range(3)]
+    assert [room in rooms for room in again] == [True, True, False]
+    assert all(len(room.writable) == len(room.payload) == 32 << 20 for room in again)
+    huge = inbox.borrow(128 << 20)
+    inbox.give_back(huge)
+    assert inbox.borrow(128 << 20) is not huge
+    WORLD.Barrier()
+    transport.close()
+
+
 def check_nothing_is_left_behind() -> None:
     def open_and_close() -> None:
         part = WORLD.Split(0)
