@@ -268,7 +268,11 @@ def main(arguments: list[str]) -> int:
     """Measures, predicts, prints; 1 if a prediction is off by more than the floor."""
     options = parse(arguments)
     if options.rescore:
-        return rescore(options.rescore)
+        try:
+            return rescore(options.rescore)
+        except (OSError, ValueError, KeyError, IndexError, TypeError, ZeroDivisionError) as error:
+            print(f"simulate_check.py: {options.rescore} is no JSON file of this benchmark: {error!r}", file=sys.stderr)
+            return 2
     if reason := netns.available():
         print(f"simulate_check.py: no network namespaces: {reason}", file=sys.stderr)
         return 2

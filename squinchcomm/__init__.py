@@ -10,6 +10,7 @@ Names below are loaded when first used: importing this package costs next to not
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from squinchcomm.work import Work as Work
 
 __version__ = "0.1.0"
+
+# In a checkout kernels and transport lie beside this package. A program that runs in it finds this one first, installed or not.
+_HERE = os.path.dirname(os.path.abspath(__file__))
+if not os.path.isdir(os.path.join(_HERE, "kernels")):
+    __path__.append(os.path.dirname(_HERE))
 
 _HOMES = {
     "init": "bootstrap",

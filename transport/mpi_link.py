@@ -35,12 +35,18 @@ def shape_fault(kind: int, header_bytes: int, payload_bytes: int, size: int, max
         return f"a message of unknown kind {kind}, or a bare message of {size} bytes"
     if kind > IN_PLACE:
         return None
-    tail = payload_bytes if kind == WHOLE else 0 if kind == SPLIT else OFFSET.size
-    if header_bytes > MAX_HEADER_BYTES or size != PREFIX_BYTES + header_bytes + tail:
+    if header_bytes > MAX_HEADER_BYTES or size != PREFIX_BYTES + told_bytes(kind, header_bytes, payload_bytes):
         return f"a frame of {size} bytes with a header of {header_bytes}"
     if payload_bytes > max_payload_bytes:
         return f"a payload of {payload_bytes} bytes, which is too large"
     return None
+
+
+def told_bytes(kind: int, header_bytes: int, payload_bytes: int) -> int:
+    """Bytes behind the prefix of a message that begins like this."""
+    if kind > IN_PLACE:
+        return 0
+    return header_bytes + (payload_bytes if kind == WHOLE else 0 if kind == SPLIT else OFFSET.size)
 
 
 class MpiAddress(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from .mpi_world import MPI, MpiWorld
 
 _LEAST_SLOTS, _MOST_SLOTS = 8, 64
+UNUSED = bytes(4)  # how memory begins that no message has come to
 
 
 class Slots(ABC):
@@ -16,7 +17,10 @@ class Slots(ABC):
 
     @abstractmethod
     def take(self, status: MPI.Status) -> bytearray | None:
-        """The memory that holds the next message, described by `status`, until the next call; None if none has come."""
+        """The memory that holds the next message, described by `status`, until the next call; None if none has come.
+
+        The status has the source MPI_ANY_SOURCE if it is lost; the memory may be `UNUSED` then.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -25,6 +29,9 @@ class Slots(ABC):
 
 class PostedSlots(Slots):
     """Receives that are always posted, so that MPI has somewhere to put what comes.
+
+    When a process dies, ULFM lets the test of a receive from any source fail, also of one whose message came at that moment: in Open MPI 5
+    the message is in its memory then, but the receive is over without a status. So memory is marked before it is posted, to tell later.
 
     MPI matches messages in the order in which receives were posted, so the oldest is always the next to complete: one
     test finds out whether anything has come, however many peers there are. What finds no posted receive waits in MPI.
@@ -40,6 +47,7 @@ class PostedSlots(Slots):
 
     def take(self, status: MPI.Status) -> bytearray | None:
         if self._taken:
+            self._buffers[self._oldest][: len(UNUSED)] = UNUSED
             self._requests[self._oldest].Start()
             self._taken = False
             self._oldest = (self._oldest + 1) % len(self._buffers)

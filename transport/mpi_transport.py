@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from squinchcomm.errors import CommunicatorAborted, WireFormatError
+from squinchcomm.errors import CommunicatorAborted, SquinchError, WireFormatError
 
 from .backoff import Backoff
 from .base import Frame
@@ -33,7 +33,9 @@ from .mpi_link import (
     MpiLink,
     Room,
     shape_fault,
+    told_bytes,
 )
+from .mpi_slots import UNUSED
 from .mpi_world import MPI, describe, is_process_failure
 from .options import TransportOptions
 from .shared_payloads import JOIN_BELOW, SharingTransport
@@ -87,7 +89,7 @@ class MpiTransport(SharingTransport):
         self._lost: dict[int, str] = {}
         self._news = self._woken = False
         self._closed: str | None = None
-        self._fault: WireFormatError | None = None
+        self._fault: SquinchError | None = None
         self._free = weakref.finalize(self, _abandon, self.lock, rank, self._peers, inbox)
         self._free.atexit = False
         with self.lock:
@@ -214,8 +216,11 @@ class MpiTransport(SharingTransport):
     def tend(self) -> bool:
         """Takes what has come while nobody looked; True if that was something. Called by the caretaker, holding `lock`."""
         before = len(self._ready) + len(self._arriving)
-        if self._closed is None:
-            self._progress()
+        try:
+            if self._closed is None:
+                self._progress()
+        except CommunicatorAborted as error:
+            self._fault = self._fault or error
         return len(self._ready) + len(self._arriving) != before
 
     def _progress(self, *, one: bool = False) -> None:
@@ -241,6 +246,10 @@ class MpiTransport(SharingTransport):
         session, peer, released, finished, payload_bytes, header_bytes, kind = PREFIX.unpack_from(slot)
         size = status.count
         link = self._links[peer] if peer < self.world_size else None
+        if status.source == MPI.ANY_SOURCE:
+            if slot.startswith(UNUSED) or link is None:
+                return None
+            size, status.source = PREFIX_BYTES + told_bytes(kind, header_bytes, payload_bytes), link.dest
         if size < PREFIX_BYTES or link is None or session != self._session or status.source != link.dest:
             return self._violation(None, f"{size} bytes as rank {peer}, for session {session:#x}: not of this group")
         if link.lost == _BROKE:
@@ -305,6 +314,10 @@ class MpiTransport(SharingTransport):
                     break
                 if status.count != len(frame.payload):
                     self._violation(link, f"a payload of {status.count} bytes instead of {len(frame.payload)}")
+                    arriving.popleft()
+                    self._world.leave_behind(link.unreceived())
+                    arriving.clear()
+                    break
             self._ready.append(arriving.popleft())
         if link.leaving is not None:
             self._lose(link)

@@ -18,10 +18,13 @@ import squinchcomm
 from squinchcomm.config import Config
 from squinchcomm.errors import CommunicatorAborted, ConfigError, PeerLost, WireFormatError
 from squinchcomm.joining import join
+from squinchcomm.transport import mpi_caretaker
 from squinchcomm.transport.mpi_backend import MpiBackend
 from squinchcomm.transport.mpi_link import CREDIT, PREFIX, SPLIT, Room
 from squinchcomm.transport.mpi_pieces import UNLIMITED, piece_bytes
-from squinchcomm.transport.mpi_world import join_world, over, wait_until
+from squinchcomm.transport.mpi_slots import UNUSED, Slots
+from squinchcomm.transport.mpi_transport import MpiTransport
+from squinchcomm.transport.mpi_world import MpiWorld, join_world, over, wait_until
 from squinchcomm.transport.options import TransportOptions
 
 WORLD = MPI.COMM_WORLD
@@ -157,10 +160,16 @@ def check_payloads_after_one_that_does_not_fit_write_to_memory_that_is_kept() ->
     transport.close(0.2)
 
 
+def opened(world: MpiWorld, **options: Any) -> MpiTransport:
+    """A transport of all ranks."""
+    listener = MpiBackend(TransportOptions(**options), world).listen()
+    transport = listener.connect(RANK, world.exchange(listener.address, 20.0), 20.0)
+    assert isinstance(transport, MpiTransport)
+    return transport
+
+
 def check_room_of_payloads_is_used_again_up_to_a_limit() -> None:
-    backend = MpiBackend(TransportOptions(shared_memory=False), join_world(WORLD, 20.0))
-    listener = backend.listen()
-    transport = listener.connect(RANK, join_world(WORLD, 20.0).exchange(listener.address, 20.0), 20.0)
+    transport = opened(join_world(WORLD, 20.0), shared_memory=False)
     inbox = transport._inbox
     rooms = [inbox.borrow(20 << 20) for _ in range(3)]
     assert [room.capacity for room in rooms] == [32 << 20] * 3
@@ -259,6 +268,86 @@ def check_a_forgotten_transport_is_a_lost_peer() -> None:
             transport.recv(0.1)
         assert transport.lost[2] == "connection closed"
         transport.close()
+
+
+def check_payloads_that_are_shorter_than_they_said_are_not_handed_on() -> None:
+    world = join_world(WORLD, 20.0)
+    transport = opened(world, shared_memory=False)
+    if RANK == 1:
+        link = transport._links[0]
+        assert link is not None
+        world.comm.Send([PREFIX.pack(link.session, 1, 0, 0, 40_000, 0, SPLIT), MPI.BYTE], link.dest, link.tag)
+        world.comm.Send([b"x" * 10, MPI.BYTE], link.dest, link.tag + 1 + RANK)
+    elif RANK == 0:
+        with pytest.raises(WireFormatError, match="a payload of 10 bytes instead of 40000"):
+            assert [transport.recv(1.0) for _ in range(5)] == [None] * 5
+        assert transport.recv(0.2) is None
+        assert 1 in transport.lost
+    WORLD.Barrier()
+    transport.close(0.2)
+
+
+class Forgetful:
+    """Slots whose messages have lost their status, as Open MPI's may have where a process dies."""
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+        self.taken = 0
+
+    def take(self, status: MPI.Status) -> bytearray | None:
+        slot = self.slots.take(status)
+        if slot is not None:
+            status.count, status.source = 0, MPI.ANY_SOURCE
+            self.taken += 1
+        return slot
+
+    def close(self) -> None:
+        self.slots.close()
+
+
+def check_messages_without_a_status_are_taken_if_they_are_there() -> None:
+    transport = opened(join_world(WORLD, 20.0), shared_memory=False)
+    forgetful = transport._inbox.slots = Forgetful(transport._inbox.slots)
+    WORLD.Barrier()
+    others = [peer for peer in range(SIZE) if peer != RANK]
+    sizes = [0, 1000, 20_000, 40_000, 200_000]
+    for size in sizes:
+        for peer in others:
+            transport.send(peer, b"%d" % size, np.full(size, RANK, np.uint8))
+    came: dict[int, list[int]] = {peer: [] for peer in others}
+    while sum(map(len, came.values())) < len(sizes) * len(others):
+        frame = transport.recv(5.0)
+        if frame is not None:
+            assert frame.payload == bytes([frame.peer]) * int(frame.header)
+            came[frame.peer].append(int(frame.header))
+            frame.release()
+    assert all(got == sizes for got in came.values())
+    assert forgetful.taken >= len(sizes) * len(others)
+    transport._accept(bytearray(UNUSED) + bytearray(1000), MPI.Status())  # no message is there
+    assert transport.recv(0) is None
+    assert not transport.lost
+    WORLD.Barrier()
+    transport.close()
+
+
+def check_an_error_that_nobody_was_there_to_see_is_told_later() -> None:
+    """MPI fails while the thread looks that looks after idle transports: the next call says so, and the thread goes on."""
+    transport = opened(join_world(WORLD, 20.0), shared_memory=False)
+    real, failed = transport._progress, threading.Event()
+
+    def fail_once(**how: bool) -> None:
+        if threading.current_thread() is threading.main_thread() or failed.is_set():
+            return real(**how)
+        failed.set()
+        raise CommunicatorAborted("MPI failed: as told to", rank=RANK)
+
+    transport._progress = fail_once  # type: ignore[method-assign]
+    assert failed.wait(5.0)
+    with pytest.raises(CommunicatorAborted, match="as told to"):
+        transport.recv(5.0)
+    assert mpi_caretaker._caretaker is not None and mpi_caretaker._caretaker.is_alive()
+    WORLD.Barrier()
+    transport.close()
 
 
 def check_nonsense_gives_its_sender_up() -> None:

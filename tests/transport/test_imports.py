@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,3 +35,10 @@ def test_imports_little_and_runs_no_received_code(source):
 
 def test_sources_were_found():
     assert len(SOURCES) > 8
+
+
+def test_a_checkout_works_from_its_own_folder_whatever_is_installed() -> None:
+    checkout = Path(__file__).parent.parent.parent
+    code = f"import sys; sys.path.insert(0, {str(checkout)!r}); import squinchcomm.transport.backoff as b; print(b.__file__)"
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == str(checkout / "transport" / "backoff.py"), done.stderr
