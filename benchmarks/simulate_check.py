@@ -117,7 +117,7 @@ def bursts(names: list[str]) -> dict[str, float]:
 
 
 def rows(worlds: list[tuple[int, int]], names: list[str], sizes: list[int], budget_s: float) -> Iterator[links_report.Row]:
-    """Measures."""
+    """All-reduces of each world, link, size and codec, measured."""
     # Where hosts have several ranks both algorithms are measured, whatever would be chosen.
     os.environ["SQUINCH_ALGORITHM"] = "hierarchical"
     for per_host, hosts in worlds:

@@ -131,8 +131,7 @@ class MpiTransport(SharingTransport):
         with self.lock:
             link.sent += 1
             self._sent_bytes[peer] += PREFIX_BYTES + header_bytes + size
-            if link.outgoing or link.loans:
-                link.forget_sent()
+            link.forget_sent()
             if size < JOIN_BELOW:
                 prefix = link.prefix(self.rank, WHOLE, header_bytes, size)
                 link.put(self._comm, b"".join((prefix, header, view)))
@@ -309,19 +308,21 @@ class MpiTransport(SharingTransport):
                         return False
                 except MPI.Exception as error:
                     link.fail(error)
-                    self._world.leave_behind(link.unreceived())
-                    arriving.clear()
+                    self._drop_arriving(link)
                     break
                 if status.count != len(frame.payload):
                     self._violation(link, f"a payload of {status.count} bytes instead of {len(frame.payload)}")
-                    arriving.popleft()
-                    self._world.leave_behind(link.unreceived())
-                    arriving.clear()
+                    self._drop_arriving(link)
                     break
             self._ready.append(arriving.popleft())
         if link.leaving is not None:
             self._lose(link)
         return True
+
+    def _drop_arriving(self, link: MpiLink) -> None:
+        """Forgets the incomplete frames of a peer, but for memory that MPI may still write to."""
+        self._world.leave_behind(link.unreceived())
+        link.arriving.clear()
 
     def _accept_bare(self, link: MpiLink, kind: int) -> None:
         if kind == HELLO:

@@ -38,6 +38,14 @@ def total(comm: squinchcomm.Communicator, count: int = 100_000) -> float:
     return float(array[0])
 
 
+def opened(world: MpiWorld, **options: Any) -> MpiTransport:
+    """A transport of all ranks."""
+    listener = MpiBackend(TransportOptions(**options), world).listen()
+    transport = listener.connect(RANK, world.exchange(listener.address, 20.0), 20.0)
+    assert isinstance(transport, MpiTransport)
+    return transport
+
+
 def check_ranks_are_those_of_the_communicator() -> None:
     turned = WORLD.Split(0, key=-RANK)
     with squinchcomm.init(comm=turned) as comm:
@@ -111,9 +119,7 @@ def check_payloads_to_another_host_go_in_pieces() -> None:
         (f"host{min(RANK, 1)}", min(most, payload.nbytes) if RANK == 0 else payload.nbytes),
         ("one", payload.nbytes),
     ):
-        backend = MpiBackend(TransportOptions(host=host, shared_memory=False), world)
-        listener = backend.listen()
-        transport = listener.connect(RANK, world.exchange(listener.address, 20.0), 20.0)
+        transport = opened(world, host=host, shared_memory=False)
         recorder = transport._comm = Recorder(world.comm)
         others = [peer for peer in range(SIZE) if peer != RANK]
         for peer in others:
@@ -131,9 +137,7 @@ def check_payloads_to_another_host_go_in_pieces() -> None:
 def check_payloads_after_one_that_does_not_fit_write_to_memory_that_is_kept() -> None:
     """MPI may still write what it was asked to receive when a peer is given up: memory is not somebody else's until it has."""
     world, nbytes = join_world(WORLD, 20.0), 1 << 20
-    backend = MpiBackend(TransportOptions(host=f"host{RANK}", shared_memory=False), world)
-    listener = backend.listen()
-    transport = listener.connect(RANK, world.exchange(listener.address, 20.0), 20.0)
+    transport = opened(world, host=f"host{RANK}", shared_memory=False)
     most = min(piece_bytes(), nbytes)
     pieces = [(b"y" * nbytes)[start : start + most] for start in range(most, nbytes, most)]
     WORLD.Barrier()
@@ -158,14 +162,6 @@ def check_payloads_after_one_that_does_not_fit_write_to_memory_that_is_kept() ->
             assert memory.payload[most:nbytes] == b"".join(pieces)
     WORLD.Barrier()
     transport.close(0.2)
-
-
-def opened(world: MpiWorld, **options: Any) -> MpiTransport:
-    """A transport of all ranks."""
-    listener = MpiBackend(TransportOptions(**options), world).listen()
-    transport = listener.connect(RANK, world.exchange(listener.address, 20.0), 20.0)
-    assert isinstance(transport, MpiTransport)
-    return transport
 
 
 def check_room_of_payloads_is_used_again_up_to_a_limit() -> None:
@@ -257,8 +253,7 @@ def check_a_rank_that_computes_takes_what_is_sent_to_it() -> None:
 
 def check_a_forgotten_transport_is_a_lost_peer() -> None:
     world = join_world(WORLD, 20.0)
-    listener = MpiBackend(TransportOptions(), world).listen()
-    transport = listener.connect(RANK, world.exchange(listener.address, 20.0), 20.0)
+    transport = opened(world)
     if RANK == 2:
         del transport
         gc.collect()
@@ -352,8 +347,7 @@ def check_an_error_that_nobody_was_there_to_see_is_told_later() -> None:
 
 def check_nonsense_gives_its_sender_up() -> None:
     world = join_world(WORLD, 20.0)
-    listener = MpiBackend(TransportOptions(), world).listen()
-    transport = listener.connect(RANK, world.exchange(listener.address, 20.0), 20.0)
+    transport = opened(world)
     link = transport._links[0] if RANK else None
     if RANK == 1:
         nonsense = PREFIX.pack(link.session, 1, 7, 0, 0, 0, CREDIT)  # it released 7 frames that nobody sent
