@@ -30,11 +30,11 @@ from typing import Any
 import links
 import links_report
 import netns
-from simulate_constants import FAST, RANK, SLOW, Exchange, Link, calibrate, derive, derive_links
+from simulate_constants import FAST, RANK, SLOW, Exchange, Kernels, Link, calibrate, derive, derive_links
 
 from squinchcomm.config import parse_size
 from squinchcomm.cost import DIRECT, HIERARCHICAL, PAIRWISE, Layout, Prediction, algorithms, predict
-from squinchcomm.machine import CodecCost, Machine, measure, measure_codec
+from squinchcomm.machine import CodecCost, Machine
 
 KIB, MIB = 1024, 1024 * 1024
 CODECS = ["none", "squinch6"]
@@ -168,8 +168,8 @@ def constants(model: Model) -> list[str]:
     machine = model.machine
     shared = (
         f"# constants of the whole machine: {machine.cores:g} cores; latency {1e6 * machine.latency_s:.0f} us, a hop "
-        f"{1e6 * machine.call_s:.0f} us, a frame {1e6 * machine.frame_s:.0f} us and a chunk {1e6 * machine.chunk_s:.0f} us of a "
-        f"processor; sockets "
+        f"{1e6 * machine.call_s:.0f} us, a frame {1e6 * machine.frame_s:.0f} us ({1e6 * machine.local_frame_s:.0f} inside a host), its "
+        f"chunk {1e6 * machine.chunk_s:.0f} us ({1e6 * machine.encoded_chunk_s:.0f} encoded) of a processor; sockets "
         f"{machine.socket_bytes_per_s / 1e9:.2f}, copies {machine.memory_bytes_per_s / 1e9:.1f}, additions "
         f"{machine.add_bytes_per_s / 1e9:.1f} GB/s"
     )
@@ -282,14 +282,17 @@ def main(arguments: list[str]) -> int:
     settings["load"] = "{:.1f} {:.1f} {:.1f} before the run".format(*os.getloadavg())
     names = list(dict.fromkeys([*options.links, FAST, SLOW]))
     made = calibrate(names)
-    measured = []
+    measured: list[links_report.Row] = []
+    kernels = [Kernels.measured(CODECS)]
     for row in rows(options.worlds, options.links, options.sizes, options.budget):
+        if measured and row.size < measured[-1].size:  # another link, or another world
+            kernels.append(Kernels.measured(CODECS))
         measured.append(row)
         print(f"measured: {row.link}, {row.hosts} hosts, {row.size} bytes, {row.contender}", file=sys.stderr, flush=True)
     made += calibrate(names)  # the machine may have become slower or quicker in the meantime
-    codecs = {name: measure_codec(name) for name in CODECS}
-    machine = derive(measure(), codecs["squinch6"], made)
-    model = Model(machine, codecs, derive_links(machine, made, bursts(names)))
+    typical = Kernels.mean([*kernels, Kernels.measured(CODECS)])
+    machine = derive(typical.machine, typical.codecs["squinch6"], made)
+    model = Model(machine, typical.codecs, derive_links(machine, made, bursts(names)))
     found = [cell(row, model) for row in measured]
     lines = [*header(settings), *constants(model), COLUMNS, *map(str, found), *summary(found)]
     print(*lines, sep="\n")

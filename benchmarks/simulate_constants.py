@@ -7,8 +7,9 @@ Processor times of calls, frames, chunks and bytes, latency, and what part of a 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from statistics import fmean
+from dataclasses import dataclass, fields, replace
+from statistics import fmean, harmonic_mean
+from typing import Self, TypeVar
 
 import links
 import netns
@@ -17,7 +18,7 @@ from links_ranks import Ranks
 
 from squinchcomm.collectives.plan import MAX_CHUNK_BYTES, Plan
 from squinchcomm.cost import doublings
-from squinchcomm.machine import CodecCost, Machine
+from squinchcomm.machine import CodecCost, Machine, measure, measure_codec
 
 KIB, MIB = 1024, 1024 * 1024
 CALIBRATION_RANKS = (2, 4, 8)
@@ -41,37 +42,80 @@ class Exchange:
 
     kind: str
     ranks: int
+    hosts: int  # one, or as many as ranks
     part_bytes: int
     link: str
     time_s: float
     processor_s: float
 
     def demand(self, codec: CodecCost) -> list[float]:
-        """How many calls, frames, chunks that are encoded and summed, and bytes of payload a rank has."""
+        """How many calls, frames to other hosts and inside one, chunks as they are and encoded, bytes through sockets a rank has."""
         others = self.ranks - 1
         if self.kind == "move":
-            return [1.0, others * max(1, -(-self.part_bytes // MAX_CHUNK_BYTES)), 0.0, others * self.part_bytes]
-        frames = others * Plan([0, self.part_bytes // 4], 4, codec.tile).chunks(0)
-        return [1.0, frames, frames, others * self.part_bytes * codec.bits / 32]
+            frames = others * max(1, -(-self.part_bytes // MAX_CHUNK_BYTES))
+        else:
+            frames = others * Plan([0, self.part_bytes // 4], 4, codec.tile if self.kind == "reduce" else 1).chunks(0)
+        payload = others * self.part_bytes * (codec.bits / 32 if self.kind == "reduce" else 1)
+        far = self.hosts > 1
+        return [
+            1.0,
+            frames * far,
+            frames * (not far),
+            frames * (self.kind == "sum"),
+            frames * (self.kind == "reduce"),
+            payload * far,
+        ]
 
     def kernels_s(self, codec: CodecCost, machine: Machine) -> float:
-        """Processor time in which elements are encoded and summed, or payload is copied out of its frames."""
+        """Processor time in which elements are encoded and summed, or payload is copied to where ranks of the host can read it."""
         others = (self.ranks - 1) * self.part_bytes
+        if self.kind == "reduce":
+            return others / codec.encode_bytes_per_s + (others + self.part_bytes) / codec.reduce_bytes_per_s
+        copied_s = others * machine.cores / machine.memory_bytes_per_s
         if self.kind == "move":
-            return others * machine.cores / machine.memory_bytes_per_s
-        return others / codec.encode_bytes_per_s + (others + self.part_bytes) / codec.reduce_bytes_per_s
+            return copied_s
+        return (others + self.part_bytes) / machine.add_bytes_per_s + (copied_s if self.hosts == 1 else 0.0)
 
 
-def exchanges(ranks: int, link: str, plan: list[tuple[str, int, int]]) -> list[Exchange]:
+@dataclass(frozen=True)
+class Kernels:
+    """What the machine and codecs do without any exchange."""
+
+    machine: Machine
+    codecs: dict[str, CodecCost]
+
+    @classmethod
+    def measured(cls, names: list[str]) -> Self:
+        """As they are now."""
+        measure_codec.cache_clear()
+        return cls(measure(), {name: measure_codec(name) for name in names})
+
+    @classmethod
+    def mean(cls, samples: list[Self]) -> Self:
+        """The rates at which as many bytes of each sample would take as long."""
+        machines = [each.machine for each in samples]
+        codecs = {name: _mean([each.codecs[name] for each in samples]) for name in samples[0].codecs}
+        return cls(_mean(machines), codecs)
+
+
+_Rated = TypeVar("_Rated", Machine, CodecCost)
+
+
+def _mean(samples: list[_Rated]) -> _Rated:
+    rates = [field.name for field in fields(samples[0]) if field.name.endswith("bytes_per_s")]
+    return replace(samples[0], **{name: harmonic_mean([getattr(each, name) for each in samples]) for name in rates})
+
+
+def exchanges(ranks: int, hosts: int, link: str, plan: list[tuple[str, int, int]]) -> list[Exchange]:
     """Measures each of `plan`: kind, bytes of a part, repeats."""
     made = []
-    with netns.Network(ranks) as network, Ranks(ranks, network, script=RANK) as processes:
+    with netns.Network(hosts) as network, Ranks(ranks, network, script=RANK) as processes:
         network.shape(links.RATES[link])
         processes.ask("open_squinch")
         for kind, part_bytes, repeats in plan:
             answers = processes.ask("exchange", kind=kind, part_bytes=part_bytes, repeats=repeats)
             time_s = float(np.median(np.max([answer["times"] for answer in answers], axis=0)))
-            made.append(Exchange(kind, ranks, part_bytes, link, time_s, fmean(each["processor_s"] for each in answers)))
+            made.append(Exchange(kind, ranks, hosts, part_bytes, link, time_s, fmean(each["processor_s"] for each in answers)))
     return made
 
 
@@ -80,12 +124,13 @@ def calibrate(names: list[str]) -> list[Exchange]:
     made: list[Exchange] = []
     for ranks in CALIBRATION_RANKS:
         moved = [("move", 0, 200), ("move", 32 * KIB, 100), ("move", 32 * MIB // (ranks - 1), 5)]
-        reduced = [("reduce", 32 * KIB, 100), ("reduce", 256 * KIB, 100), ("reduce", MIB, 50)]
-        made += exchanges(ranks, FAST, [*moved, *reduced])
+        summed = [(kind, size, 100) for kind in ("sum", "reduce") for size in (32 * KIB, 256 * KIB)]
+        made += exchanges(ranks, ranks, FAST, [*moved, *summed, ("reduce", MIB, 50)])
+        made += exchanges(ranks, 1, FAST, summed)
     for name in slow_links(names):
         total = int(min(24 * MIB, _rate(name) / 8 * _SLOW_S))
         for ranks in CALIBRATION_RANKS:
-            made += exchanges(ranks, name, [("move", total // (ranks - 1), 5)])
+            made += exchanges(ranks, ranks, name, [("move", total // (ranks - 1), 5)])
     return made
 
 
@@ -99,14 +144,16 @@ def derive(machine: Machine, codec: CodecCost, made: list[Exchange]) -> Machine:
     fast = [each for each in made if each.link == FAST]
     demands = np.array([each.demand(codec) for each in fast])
     times = np.array([each.processor_s - each.kernels_s(codec, machine) for each in fast])
-    call_s, frame_s, chunk_s, byte_s = fitted(demands, times)
+    call_s, frame_s, local_frame_s, chunk_s, encoded_chunk_s, byte_s = fitted(demands, times)
     empty = [each for each in fast if each.ranks == 2 and not each.part_bytes]  # two ranks have a processor each
     latency_s = max(0.0, fmean(each.time_s - each.processor_s for each in empty))
     return replace(
         machine,
         call_s=call_s,
         frame_s=frame_s,
+        local_frame_s=local_frame_s,
         chunk_s=chunk_s,
+        encoded_chunk_s=encoded_chunk_s,
         socket_bytes_per_s=1 / byte_s,
         latency_s=latency_s,
         local_latency_s=latency_s,

@@ -43,12 +43,16 @@ class Rank(links_rank.Rank):
         """Seconds of `repeats` exchanges, each after a barrier, and the median processor time of this process.
 
         Args:
-            kind: "move" sends `part_bytes` to every other rank and gets as many; "reduce" is a reduce-scatter with squinch6 in which
-                every rank sums a shard of `part_bytes` of float32.
+            kind: "move" sends `part_bytes` to every other rank and gets as many; "sum" is a lossless reduce-scatter in which every
+                rank sums a shard of `part_bytes` of float32, "reduce" is one with squinch6.
             part_bytes: Of a part or shard.
             repeats: After two that do not count.
         """
-        call = {"move": self._moving, "reduce": self._reducing}[kind](part_bytes)
+        call = (
+            self._moving(part_bytes)
+            if kind == "move"
+            else self._summing(part_bytes, {"sum": "none", "reduce": "squinch6"}[kind])
+        )
         starts, times, processor = [], [], []
         for repeat in range(-2, repeats):
             self._barrier()
@@ -73,10 +77,10 @@ class Rank(links_rank.Rank):
         source, target = np.ones(sum(parts), np.uint8), np.empty(sum(parts), np.uint8)
         return lambda: self.comm.all_to_all(target, source, output_counts=parts, input_counts=parts)
 
-    def _reducing(self, part_bytes: int) -> Callable[[], None]:
+    def _summing(self, part_bytes: int, codec: str) -> Callable[[], None]:
         whole = links_rank.drawn(self.rank, 0, self.world_size * part_bytes // 4)
         shard = np.empty(part_bytes // 4, np.float32)
-        return lambda: self.comm.reduce_scatter(shard, whole, codec="squinch6")
+        return lambda: self.comm.reduce_scatter(shard, whole, codec=codec)
 
 
 if __name__ == "__main__":

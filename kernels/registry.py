@@ -14,6 +14,8 @@ from squinchcomm.kernels.squinch6 import Squinch6, Squinch6SR
 
 ENTRY_POINT_GROUP = "squinchcomm.codecs"
 OWN_WIRE_IDS = range(64)
+_MOST_BITS = 128  # complex128 as it is
+_LARGEST_TILE = 1 << 20
 _NO_CODEC = "auto"  # a setting of this name leaves the choice of the codec to the communicator
 
 _lock = threading.RLock()
@@ -25,9 +27,11 @@ def register(codec: Codec) -> None:
     """Makes `codec` known under its name and wire id.
 
     Raises:
-        ConfigError: the name or the wire id is taken, the name is "auto", or the wire id is one of ours (0..63) or above 255.
+        ConfigError: the name or the wire id is taken, the name is "auto", the wire id is one of ours (0..63) or above 255, or
+            `bits_per_element` or `tile_size` is none that a codec can have.
     """
     _check_wire_id(codec)
+    _check_sizes(codec)
     if codec.name == _NO_CODEC:
         raise ConfigError(f"no codec can be called {_NO_CODEC!r}: settings use the word for a choice among codecs")
     _add(codec)
@@ -84,6 +88,17 @@ def _load_plugins() -> None:
 def _check_wire_id(codec: Codec) -> None:
     if codec.wire_id in OWN_WIRE_IDS or not 0 <= codec.wire_id <= 255:
         raise ConfigError(f"codec {codec.name!r} has wire id {codec.wire_id}; third-party codecs take 64..255")
+
+
+def _check_sizes(codec: Codec) -> None:
+    if not 0 < codec.bits_per_element <= _MOST_BITS:
+        raise ConfigError(
+            f"codec {codec.name!r} has bits_per_element {codec.bits_per_element}; give a number above 0, at most {_MOST_BITS}"
+        )
+    if not isinstance(codec.tile_size, int) or not 1 <= codec.tile_size <= _LARGEST_TILE:
+        raise ConfigError(
+            f"codec {codec.name!r} has tile_size {codec.tile_size!r}; give a whole number from 1 to {_LARGEST_TILE}"
+        )
 
 
 def _add(codec: Codec) -> None:

@@ -146,6 +146,10 @@ class _Array:
         chunks = max(1, plan.chunks(0))
         return min(shards, max(1, tiles)), chunks, min(size, plan.chunk) * self.itemsize
 
+    def chunk_s(self, machine: Machine) -> float:
+        """To make a chunk and to use it, its elements apart."""
+        return machine.chunk_s if self.codec.lossless else machine.encoded_chunk_s
+
     def encode_s(self, nbytes: float) -> float:
         return 0.0 if self.codec.lossless else nbytes * 4 / self.itemsize / self.codec.encode_bytes_per_s
 
@@ -164,6 +168,7 @@ def _direct(layout: Layout, array: _Array, machine: Machine) -> _Demand:
     others = layout.ranks - 1
     far = layout.ranks - layout.most
     sum_s = layout.ranks * array.nbytes / machine.add_bytes_per_s
+    frame_s = _to_everybody_s(layout, machine)
     return _Demand(
         hops=1 if layout.hosts > 1 else 0,
         local_hops=1 if layout.hosts == 1 else 0,
@@ -174,10 +179,10 @@ def _direct(layout: Layout, array: _Array, machine: Machine) -> _Demand:
         frames=layout.most * others,
         far_frames=layout.most * far,
         rank_frames=others,
-        frame_s=machine.frame_s,
+        frame_s=frame_s,
         codec_s=layout.most * sum_s,
         rank_codec_s=sum_s,
-        exposed_s=(1 + others / 2) * machine.frame_s + sum_s,
+        exposed_s=(1 + others / 2) * frame_s + sum_s,
     )
 
 
@@ -187,7 +192,8 @@ def _pairwise(layout: Layout, array: _Array, machine: Machine) -> _Demand:
     shards, chunks, chunk = array.cut(n)
     frames = (shards - 1 + n - 1) * chunks
     # A contribution is encoded and summed; a sum is made once for all and only read.
-    frame_s = machine.frame_s + machine.chunk_s * (shards - 1 + (n - 1) / 2) / (shards - 1 + n - 1)
+    made = (shards - 1 + (n - 1) / 2) / (shards - 1 + n - 1)
+    frame_s = _to_everybody_s(layout, machine) + made * array.chunk_s(machine)
     far = (n - layout.most) / n
     near = (layout.most - 1) / n
     work_s = array.encode_s(size) + array.reduce_s(size, machine) + array.decode_s(size)
@@ -220,6 +226,11 @@ def _hierarchical(layout: Layout, array: _Array, machine: Machine) -> _Demand:
     remote = (hosts - 1) / hosts
     far_frames = 2 * shards / hosts * (hosts - 1) * chunks
     near_frames = 2 * shards * chunks * (most - 1)
+    # Inside a host contributions travel as they are, sums as between hosts; a sum is made once for all and only read.
+    chunk_s = array.chunk_s(machine)
+    frames_s = far_frames * (machine.frame_s + chunk_s * 3 / 4)
+    frames_s += near_frames * (machine.local_frame_s + machine.chunk_s / 2 + chunk_s / 4)
+    frame_s = frames_s / (far_frames + near_frames)
     # Combiners add what their host's ranks hand them, exact; homes add the sums of other hosts too.
     sums_s = most * size / machine.add_bytes_per_s + array.reduce_s(remote * size, machine) + array.encode_s(size)
     decode_s = array.decode_s(size)
@@ -236,12 +247,12 @@ def _hierarchical(layout: Layout, array: _Array, machine: Machine) -> _Demand:
         frames=far_frames + near_frames,
         far_frames=far_frames,
         rank_frames=(far_frames + near_frames) / lanes,
-        frame_s=machine.frame_s + machine.chunk_s,
+        frame_s=frame_s,
         codec_s=sums_s + most * decode_s,
         rank_codec_s=sums_s / lanes + decode_s,
         copied=copied,
         streamed=most * size,
-        exposed_s=first_s + last_s + _exposed_frames(hosts + most - 2, chunks) * (machine.frame_s + machine.chunk_s),
+        exposed_s=first_s + last_s + _exposed_frames(hosts + most - 2, chunks) * frame_s,
     )
 
 
@@ -262,6 +273,12 @@ def _ring(layout: Layout, array: _Array, machine: Machine) -> _Demand:
     )
 
 
+def _to_everybody_s(layout: Layout, machine: Machine) -> float:
+    """A frame of those that a rank of the fullest host sends to each of the others, their mean."""
+    near, far = layout.most - 1, layout.ranks - layout.most
+    return (near * machine.local_frame_s + far * machine.frame_s) / (near + far)
+
+
 def _exposed_frames(peers: int, chunks: int) -> float:
     """Frames that no transfer hides: the first one, and those that arrive together at the end; twice if the halves do not overlap."""
     return (2 if chunks == 1 else 1) * (1 + peers / 2)
@@ -276,13 +293,21 @@ def doublings(count: int) -> float:
 _DEMANDS = {DIRECT: _direct, PAIRWISE: _pairwise, HIERARCHICAL: _hierarchical, RING: _ring}
 
 
-def algorithms(layout: Layout, nbytes: int, codec: CodecCost) -> tuple[str, ...]:
-    """Those that can run such an all-reduce, the simplest first; none for a rank that is alone."""
+def algorithms(layout: Layout, nbytes: int, codec: CodecCost, *, half: bool = False) -> tuple[str, ...]:
+    """Those that can run such an all-reduce, the simplest first; none for a rank that is alone.
+
+    Args:
+        layout: Ranks and hosts.
+        nbytes: Of the whole uncompressed array.
+        codec: Its cost.
+        half: Elements are floats of two bytes: without a codec, sums of hosts would be rounded before they are added, so that there is no
+            hierarchical sum.
+    """
     if layout.ranks == 1:
         return ()
-    if codec.lossless and nbytes <= DIRECT_BYTES and layout.ranks <= DIRECT_RANKS:
-        return (DIRECT, PAIRWISE, HIERARCHICAL) if layout.layered else (DIRECT, PAIRWISE)
-    return (PAIRWISE, HIERARCHICAL) if layout.layered else (PAIRWISE,)
+    small = codec.lossless and nbytes <= DIRECT_BYTES and layout.ranks <= DIRECT_RANKS
+    layered = layout.layered and not (half and codec.lossless)
+    return (DIRECT,) * small + (PAIRWISE,) + (HIERARCHICAL,) * layered
 
 
 def predict(
@@ -331,8 +356,19 @@ def predict(
 
 
 @lru_cache(maxsize=4096)
-def choose(layout: Layout, nbytes: int, codec: CodecCost, machine: Machine, *, itemsize: int = 4) -> str:
-    """The fastest algorithm for an all-reduce, by the model; the simpler one of equals.
+def choose(
+    layout: Layout,
+    nbytes: int,
+    codec: CodecCost,
+    machine: Machine,
+    *,
+    itemsize: int = 4,
+    half: bool = False,
+    setting: str = "auto",
+) -> Prediction:
+    """The faster way in which a communicator would do an all-reduce, flat or hierarchical, by the model; flat of equals.
+
+    Flat is direct wherever it can be. `half` is as in `algorithms`; `setting` is `Config.algorithm`, which may exclude one of the two.
 
     All ranks of a communicator must choose alike, so every argument must be the same on all of them, to the last bit: the layout is,
     when it comes from the transport's host identities; size, codec and type are, since the call's signature is checked; a measured
@@ -344,7 +380,10 @@ def choose(layout: Layout, nbytes: int, codec: CodecCost, machine: Machine, *, i
     Raises:
         ConfigError: one rank has nobody to reduce with.
     """
-    names = algorithms(layout, nbytes, codec)
-    if not names:
+    able = algorithms(layout, nbytes, codec, half=half)
+    if not able:
         raise ConfigError("an all-reduce of one rank has no algorithm: there is nothing to choose")
-    return min(names, key=lambda name: predict(name, layout, nbytes, codec, machine, itemsize=itemsize).time_s)
+    layered = HIERARCHICAL in able and setting != "flat"
+    names = able[:1] * (setting != "hierarchical" or not layered) + (HIERARCHICAL,) * layered
+    found = [predict(name, layout, nbytes, codec, machine, itemsize=itemsize) for name in names]
+    return min(found, key=lambda each: each.time_s)

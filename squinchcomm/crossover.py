@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from squinchcomm.cost import DIRECT, HIERARCHICAL, PAIRWISE, Layout, algorithms, predict
+from squinchcomm.cost import Layout, choose
 from squinchcomm.machine import CodecCost, Machine, codec_cost
 
 # Exact sums win unless encoding saves more than this part of the time: against measured times the model overrates what is saved on
@@ -61,11 +61,6 @@ class Crossover:
         return size if size <= _LARGEST_BYTES else None
 
     def _time_s(self, nbytes: int, itemsize: int, codec: CodecCost) -> float:
-        """Of the algorithm that the communicator takes."""
-        able = algorithms(self.layout, nbytes, codec)
-        names = [PAIRWISE]
-        if DIRECT in able:
-            names = [DIRECT]
-        elif HIERARCHICAL in able and (itemsize > 2 or not codec.lossless) and self.algorithm != "flat":
-            names = [HIERARCHICAL] if self.algorithm == "hierarchical" else [PAIRWISE, HIERARCHICAL]
-        return min(predict(name, self.layout, nbytes, codec, self.machine, itemsize=itemsize).time_s for name in names)
+        """Of the algorithm that the communicator takes for an array of floats."""
+        half = itemsize == 2
+        return choose(self.layout, nbytes, codec, self.machine, itemsize=itemsize, half=half, setting=self.algorithm).time_s

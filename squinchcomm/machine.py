@@ -35,8 +35,10 @@ class Machine:
         latency_s: From a frame ready on one host to its receiver on another awake, beyond the processors' work.
         local_latency_s: The same between ranks of one host.
         call_s: Processor time of a rank to begin a hop and to wake up at its end.
-        frame_s: Processor time of a frame, its sender and its receiver together, but for the payload.
-        chunk_s: Processor time to make the chunk of an array that is in a frame and to use it, but for its elements.
+        frame_s: Processor time of a frame to another host, its sender and its receiver together, but for the payload.
+        local_frame_s: The same between ranks of one host.
+        chunk_s: Processor time to make a chunk of an array for a frame and to use it, as it is, but for its elements.
+        encoded_chunk_s: The same where it travels encoded.
         socket_bytes_per_s: Payload that one processor sends and receives through sockets, checksums included.
         memory_bytes_per_s: Payload that a host copies in its memory, all its processors together.
         add_bytes_per_s: Arrays that one processor adds to a sum, counted in bytes of each.
@@ -55,7 +57,9 @@ class Machine:
     local_latency_s: float = 30e-6
     call_s: float = 50e-6
     frame_s: float = 50e-6
-    chunk_s: float = 45e-6
+    local_frame_s: float = 40e-6
+    chunk_s: float = 30e-6
+    encoded_chunk_s: float = 45e-6
     socket_bytes_per_s: float = 1.4e9
     memory_bytes_per_s: float = 40e9
     add_bytes_per_s: float = 40e9
@@ -71,7 +75,17 @@ class Machine:
             "cores",
         ):
             _require(0 < getattr(self, name) < float("inf"), name, getattr(self, name), "above 0")
-        for name in ("latency_s", "local_latency_s", "call_s", "frame_s", "chunk_s", "link_burst_bytes", "incast"):
+        for name in (
+            "latency_s",
+            "local_latency_s",
+            "call_s",
+            "frame_s",
+            "local_frame_s",
+            "chunk_s",
+            "encoded_chunk_s",
+            "link_burst_bytes",
+            "incast",
+        ):
             _require(0 <= getattr(self, name) < float("inf"), name, getattr(self, name), "0 or above")
         _require(self.link_efficiency <= 1, "link_efficiency", self.link_efficiency, "at most 1")
         _require(576 <= self.mtu <= 65535, "mtu", self.mtu, "576 to 65535 bytes")
@@ -188,12 +202,14 @@ def measure(machine: Machine | None = None) -> Machine:
 
     from squinchcomm.collectives.reduction import reduce_arrays
 
-    inputs: list[Any] = [np.ones(_ELEMENTS, np.float32) for _ in range(_TERMS)]
-    targets = [np.empty_like(each) for each in inputs]
     # One processor does not saturate the memory of a host, and four mostly do.
-    pairs = [*zip(targets, inputs, strict=True)][: _measured_cores()]
+    inputs: list[Any] = [np.ones(_ELEMENTS, np.float32) for _ in range(_measured_cores())]
+    targets = [np.empty_like(each) for each in inputs]
+    pairs = [*zip(targets, inputs, strict=True)]
     copy = len(pairs) * _rate([partial(np.copyto, *pair) for pair in pairs], inputs[0].nbytes)
-    add = _rate([partial(reduce_arrays, inputs, targets[0], "sum", 1)], _TERMS * inputs[0].nbytes)
+    # By one thread beside threads that copy: two that add would wait for each other's interpreter lock, which ranks do not share.
+    sums = partial(reduce_arrays, np.split(inputs[0], _TERMS), targets[0][: _ELEMENTS // _TERMS], "sum", 1)
+    add = _rates([sums, *(partial(np.copyto, *pair) for pair in pairs[1:])], inputs[0].nbytes)[0]
     cores = float(len(os.sched_getaffinity(0)))
     return replace(machine or Machine(), cores=cores, memory_bytes_per_s=copy, add_bytes_per_s=add)
 
@@ -204,6 +220,11 @@ def _measured_cores() -> int:
 
 def _rate(calls: Sequence[Callable[[], object]], nbytes: int) -> float:
     """Bytes per second of a processor, the mean of those that repeat one call each at the same time."""
+    return statistics.fmean(_rates(calls, nbytes))
+
+
+def _rates(calls: Sequence[Callable[[], object]], nbytes: int) -> list[float]:
+    """Bytes per second of each call, of `nbytes` each, repeated by processors of their own at the same time."""
     begin = threading.Barrier(len(calls))
 
     def timed(call: Callable[[], object], processor: int) -> float:
@@ -213,7 +234,7 @@ def _rate(calls: Sequence[Callable[[], object]], nbytes: int) -> float:
         return nbytes / _median_s(call)
 
     with ThreadPoolExecutor(len(calls)) as pool:
-        return statistics.fmean(pool.map(timed, calls, sorted(os.sched_getaffinity(0))))
+        return list(pool.map(timed, calls, sorted(os.sched_getaffinity(0))))
 
 
 def _median_s(call: Callable[[], object]) -> float:

@@ -126,15 +126,14 @@ class Strategy:
         return min(max(self._config.chunk_bytes * data.itemsize // 4, 1), self._max_payload_bytes)
 
     def _takes_hierarchy(self, coder: Coder, data: np.ndarray) -> bool:
-        if self._config.algorithm == "flat" or not self._layout.layered:
+        if not self._layout.layered:
             return False
-        if isinstance(coder, PlainCoder) and data.dtype in (FLOAT16, BFLOAT16):
-            return False  # the sums of hosts would be rounded before they are added
-        if self._config.algorithm == "hierarchical":
-            return True
         # Nothing here may differ between ranks: constants are those that all have agreed on, or those of no machine in particular.
         name = coder.codec.name if isinstance(coder, CodecCoder) else "none"
         known = self.crossover
         cost = known.encoded if known is not None and known.encoded.name == name else codec_cost(name)
         machine = known.machine if known is not None else _USUAL
-        return choose(self._layout, data.nbytes, cost, machine, itemsize=data.itemsize) == HIERARCHICAL
+        half = data.dtype in (FLOAT16, BFLOAT16)
+        setting = self._config.algorithm
+        chosen = choose(self._layout, data.nbytes, cost, machine, itemsize=data.itemsize, half=half, setting=setting)
+        return chosen.algorithm == HIERARCHICAL

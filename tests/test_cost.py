@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from tests.worlds import run_world
 MIB = 1 << 20
 NONE, SQUINCH6 = codec_cost("none"), codec_cost("squinch6")
 MACHINE = Machine()
-FREE = replace(MACHINE, latency_s=0, local_latency_s=0, call_s=0, frame_s=0, chunk_s=0, socket_bytes_per_s=1e30, cores=1e6)
+NO_TIME = ("latency_s", "local_latency_s", "call_s", "frame_s", "local_frame_s", "chunk_s", "encoded_chunk_s")
+FREE = replace(MACHINE, **dict.fromkeys(NO_TIME, 0.0), socket_bytes_per_s=1e30, cores=1e6)
 INSTANT = {"encode_bytes_per_s": 1e30, "decode_bytes_per_s": 1e30, "reduce_bytes_per_s": 1e30}
 
 
@@ -106,13 +108,37 @@ def test_link_and_processors_hide_each_other_where_one_is_much_slower() -> None:
 
 
 def test_chunks_cost_what_direct_exchanges_do_not_pay() -> None:
-    layout, lazy = Layout.even(4, 4), replace(MACHINE, chunk_s=1e-3)
-    added = [
-        predict(name, layout, 4096, NONE, lazy).processor_s - predict(name, layout, 4096, NONE, MACHINE).processor_s
-        for name in (DIRECT, PAIRWISE)
-    ]
-    assert added[0] == 0
-    assert added[1] == pytest.approx((3 + 3 / 2) * (1e-3 - MACHINE.chunk_s))  # contributions, sums
+    layout, lazy = Layout.even(4, 4), replace(FREE, chunk_s=1e-3, encoded_chunk_s=2e-3, cores=1.0)
+
+    def added_ms(name: str, codec: CodecCost) -> float:
+        return 1e3 * sum(
+            sign * predict(name, layout, 1 << 16, codec, machine).processor_s for sign, machine in ((1, lazy), (-1, FREE))
+        )
+
+    assert added_ms(DIRECT, NONE) == pytest.approx(0, abs=0.1)
+    assert added_ms(PAIRWISE, NONE) == pytest.approx(3 + 3 / 2, abs=0.1)  # contributions, sums
+    assert added_ms(PAIRWISE, SQUINCH6) == pytest.approx(2 * (3 + 3 / 2), abs=0.1)
+
+
+@pytest.mark.parametrize(("codec", "chunk_ms"), [(NONE, 0), (SQUINCH6, 1)], ids=["none", "squinch6"])
+def test_frames_inside_a_host_have_a_cost_of_their_own(codec: CodecCost, chunk_ms: int) -> None:
+    """2 hosts of 4 ranks, 8 shards of one chunk: the host's ranks send 4 + 4 frames to the other host, and 24 + 24 inside."""
+    layout, size = Layout.even(8, 2), 1 << 16
+    near, far, chunks = (
+        replace(FREE, cores=1.0, **{name: 1e-3})
+        for name in ("local_frame_s", "frame_s", "encoded_chunk_s" if chunk_ms else "chunk_s")
+    )
+
+    def added_ms(name: str, machine: Machine) -> float:
+        found = [predict(name, layout, size, codec, each).processor_s for each in (machine, replace(FREE, cores=1.0))]
+        return 1e3 * (found[0] - found[1])
+
+    assert added_ms(HIERARCHICAL, near) == pytest.approx(48)
+    assert added_ms(HIERARCHICAL, far) == pytest.approx(8)
+    # Between hosts contributions and sums; inside, contributions, which are never encoded, and sums.
+    assert added_ms(HIERARCHICAL, chunks) == pytest.approx(4 + 4 / 2 + 24 * (not chunk_ms) + 24 / 2)
+    assert added_ms(PAIRWISE, near) == pytest.approx(2 * 4 * 3)
+    assert added_ms(PAIRWISE, far) == pytest.approx(2 * 4 * 4)
 
 
 def test_many_senders_share_a_link_less_well() -> None:
@@ -154,23 +180,34 @@ def test_the_choice_is_the_fastest(layout: Layout, nbytes: int, codec: CodecCost
     if layout.ranks == 1:
         assert names == ()
         return
-    times = {name: predict(name, layout, nbytes, codec, MACHINE).time_s for name in names}
+    # Of the flat ones a communicator only ever takes the first.
+    times = {name: predict(name, layout, nbytes, codec, MACHINE).time_s for name in names if name in (names[0], HIERARCHICAL)}
     chosen = choose(layout, nbytes, codec, MACHINE)
-    assert times[chosen] == min(times.values())
+    assert chosen.time_s == times[chosen.algorithm] == min(times.values())
     # From values made anew, as another rank does.
     again = Layout(layout.ranks, layout.hosts, layout.most, layout.least), nbytes, replace(codec), replace(MACHINE)
     assert choose.__wrapped__(*again) == chosen
 
 
 def test_choices_by_size_and_layout() -> None:
-    slow = replace(MACHINE, link_bits_per_s=1e9)
-    assert choose(Layout.even(8, 2), 256 * MIB, SQUINCH6, slow) == HIERARCHICAL
-    assert choose(Layout.even(8, 8), 256 * MIB, SQUINCH6, slow) == PAIRWISE
-    assert choose(Layout.even(8, 1), 256 * MIB, SQUINCH6, slow) == PAIRWISE
-    assert choose(Layout.even(4, 4), 1024, NONE, slow) == DIRECT
-    assert choose(Layout.even(9, 9), 1024, NONE, slow) == PAIRWISE  # too many ranks for a direct exchange
+    def chosen(layout: Layout, nbytes: int, codec: CodecCost, **more: Any) -> str:
+        return choose(layout, nbytes, codec, replace(MACHINE, link_bits_per_s=1e9), **more).algorithm
+
+    assert chosen(Layout.even(8, 2), 256 * MIB, SQUINCH6) == HIERARCHICAL
+    assert chosen(Layout.even(8, 8), 256 * MIB, SQUINCH6) == PAIRWISE
+    assert chosen(Layout.even(8, 1), 256 * MIB, SQUINCH6) == PAIRWISE
+    assert chosen(Layout.even(4, 4), 1024, NONE) == DIRECT
+    assert chosen(Layout.even(9, 9), 1024, NONE) == PAIRWISE  # too many ranks for a direct exchange
     with pytest.raises(ConfigError, match="one rank"):
-        choose(Layout.even(1, 1), 1024, NONE, slow)
+        chosen(Layout.even(1, 1), 1024, NONE)
+    two_hosts = Layout.even(8, 2)
+    assert chosen(two_hosts, 256 * MIB, SQUINCH6, setting="flat") == PAIRWISE
+    assert chosen(two_hosts, 1024, NONE) == DIRECT
+    assert chosen(two_hosts, 1024, NONE, setting="hierarchical") == HIERARCHICAL
+    assert chosen(Layout.even(8, 8), 1024, SQUINCH6, setting="hierarchical") == PAIRWISE  # no host to combine on
+    for setting in ("auto", "hierarchical"):
+        assert chosen(two_hosts, 256 * MIB, NONE, itemsize=2, half=True, setting=setting) == PAIRWISE
+        assert chosen(two_hosts, 256 * MIB, SQUINCH6, itemsize=2, half=True, setting=setting) == HIERARCHICAL
 
 
 def test_a_choice_costs_microseconds_the_second_time() -> None:

@@ -51,12 +51,13 @@ class World:
     def row(self, layout: Layout, link_bits_per_s: float, codec: CodecCost, size: int) -> Row:
         """The predictions of one case, of two ranks or more, for an array that is compressed if `codec` does."""
         machine = replace(self.machine, link_bits_per_s=link_bits_per_s)
+        half = self.itemsize == 2
         found = {
             name: predict(name, layout, size, codec, machine, itemsize=self.itemsize)
-            for name in (*algorithms(layout, size, codec), RING)
+            for name in (*algorithms(layout, size, codec, half=half), RING)
         }
-        choice = choose(layout, size, codec, machine, itemsize=self.itemsize)
-        return Row(layout, link_bits_per_s, codec.name, self.dtype, size, found, choice)
+        choice = choose(layout, size, codec, machine, itemsize=self.itemsize, half=half)
+        return Row(layout, link_bits_per_s, codec.name, self.dtype, size, found, choice.algorithm)
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,8 @@ def header(known: dict[str, Any]) -> list[str]:
     return [
         f"# squinchcomm simulate  {known['date']}  squinchcomm {known['version']}",
         f"# constants {known['source']}: latency {1e6 * machine['latency_s']:g} us ({1e6 * machine['local_latency_s']:g} inside a host), "
-        f"a hop {1e6 * machine['call_s']:g} us, a frame {1e6 * machine['frame_s']:g} us and its chunk {1e6 * machine['chunk_s']:g} us "
-        f"of a processor, "
-        f"{machine['cores']:g} cores a host",
+        f"a hop {1e6 * machine['call_s']:g} us, a frame {1e6 * machine['frame_s']:g} us ({1e6 * machine['local_frame_s']:g}) and its chunk "
+        f"{1e6 * machine['chunk_s']:g} us ({1e6 * machine['encoded_chunk_s']:g} encoded) of a processor, {machine['cores']:g} cores a host",
         f"# sockets {machine['socket_bytes_per_s'] / 1e9:.3g} GB/s a core, additions {machine['add_bytes_per_s'] / 1e9:.3g} GB/s a core, "
         f"memory {machine['memory_bytes_per_s'] / 1e9:.3g} GB/s a host, MTU {machine['mtu']}, "
         f"link efficiency {machine['link_efficiency']:g}, incast {machine['incast']:g}",

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import simulate_check
 import simulate_constants
-from simulate_constants import CALIBRATION_RANKS, FAST, SLOW, Exchange, Link
+from simulate_constants import CALIBRATION_RANKS, FAST, SLOW, Exchange, Kernels, Link
 
 from squinchcomm.collectives.plan import Plan
 from squinchcomm.cost import DIRECT, HIERARCHICAL, PAIRWISE
@@ -26,7 +26,8 @@ MODEL = simulate_check.Model(Machine(), CODECS, {"1Gbit": Link(125e3, 0.97, 0.05
 MACHINE = Machine(cores=2.0)
 RATED = {"0.1Gbit": (0.1e9, 0.9), SLOW: (1e9, 0.98)}  # links that limit: bits per second, efficiency
 BURSTS = {"0.1Gbit": 16e3, SLOW: 125e3, FAST: 250e3}
-COSTS = [40e-6, 50e-6, 25e-6, 0.8e-9]  # a call, a frame, a chunk, a byte
+COSTS = [40e-6, 50e-6, 35e-6, 15e-6, 25e-6, 0.8e-9]  # a call, a frame between hosts, inside one, its chunk, if encoded, a byte
+CALL, ENCODED = 0, 4
 
 
 def measured(contender: str, size: int, ranks: int, hosts: int) -> links_report.Row:
@@ -42,11 +43,13 @@ def measured(contender: str, size: int, ranks: int, hosts: int) -> links_report.
 def exchanges(costs: list[float], *, incast: float = 0.02, latency_s: float = 15e-6) -> list[Exchange]:
     """What a machine with these constants would measure."""
     made, codec = [], CODECS["squinch6"]
-    kinds = [("move", 0), ("reduce", 64 * KIB), ("reduce", MIB), ("move", 16 * MIB)]
+    summed = [(kind, size) for kind in ("sum", "reduce") for size in (64 * KIB, MIB)]
     for ranks in CALIBRATION_RANKS:
-        slow = [(name, "move", int(rate / 8 * 0.2) // (ranks - 1)) for name, (rate, _) in RATED.items()]
-        for link, kind, part in [*((FAST, *each) for each in kinds), *slow]:
-            bare = Exchange(kind, ranks, part, link, 0.0, 0.0)
+        far = [(ranks, FAST, *each) for each in [("move", 0), ("move", 16 * MIB), *summed]]
+        near = [(1, FAST, *each) for each in summed]
+        slow = [(ranks, name, "move", int(rate / 8 * 0.2) // (ranks - 1)) for name, (rate, _) in RATED.items()]
+        for hosts, link, kind, part in [*far, *near, *slow]:
+            bare = Exchange(kind, ranks, hosts, part, link, 0.0, 0.0)
             processor_s = float(np.dot(bare.demand(codec), costs)) + bare.kernels_s(codec, MACHINE)
             time_s = processor_s + latency_s
             if link in RATED:
@@ -58,11 +61,15 @@ def exchanges(costs: list[float], *, incast: float = 0.02, latency_s: float = 15
     return made
 
 
+def found_costs(machine: Machine) -> list[float]:
+    frames = machine.frame_s, machine.local_frame_s, machine.chunk_s, machine.encoded_chunk_s
+    return [machine.call_s, *frames, 1 / machine.socket_bytes_per_s]
+
+
 def test_constants_are_those_of_the_machine_that_was_measured() -> None:
     made = exchanges(COSTS)
     found = simulate_constants.derive(MACHINE, CODECS["squinch6"], made)
-    costs = [found.call_s, found.frame_s, found.chunk_s, 1 / found.socket_bytes_per_s]
-    assert costs == pytest.approx(COSTS, rel=1e-3)
+    assert found_costs(found) == pytest.approx(COSTS, rel=1e-3)
     assert found.latency_s == pytest.approx(15e-6, rel=1e-2)
     assert found.cores == 2
 
@@ -80,25 +87,41 @@ def test_a_link_that_two_hosts_use_worst_has_no_incast() -> None:
     assert 0.98 < found.efficiency <= 1
 
 
-@pytest.mark.parametrize("negative", [0, 2])
+@pytest.mark.parametrize("negative", [CALL, ENCODED])
 def test_nothing_costs_less_than_nothing(negative: int) -> None:
     costs = [*COSTS]
     costs[negative] *= -0.1
     found = simulate_constants.derive(MACHINE, CODECS["squinch6"], exchanges(costs))
-    assert [found.call_s, found.frame_s, found.chunk_s][negative] == 0
+    assert found_costs(found)[negative] == 0
     assert found.frame_s > 0
     assert found.socket_bytes_per_s < float("inf")
 
 
-def test_chunks_of_an_exchange_are_those_of_its_plan() -> None:
+def test_demands_of_an_exchange_are_those_of_its_plan() -> None:
     codec = CODECS["squinch6"]
-    one, some = (Exchange("reduce", 4, size, FAST, 0.0, 0.0).demand(codec) for size in (64 * KIB, MIB))
-    assert one == [1, 3, 3, 3 * 64 * KIB * 6 / 32]
+
+    def demand(kind: str, ranks: int, hosts: int, part_bytes: int) -> list[float]:
+        return Exchange(kind, ranks, hosts, part_bytes, FAST, 0.0, 0.0).demand(codec)
+
+    assert demand("reduce", 4, 4, 64 * KIB) == [1, 3, 0, 0, 3, 3 * 64 * KIB * 6 / 32]
     chunks = Plan.even(4 * MIB // 4, 4, 4, codec.tile).chunks(0)  # of a shard of 1 MiB
     assert chunks > 1
-    assert some == [1, 3 * chunks, 3 * chunks, 3 * MIB * 6 / 32]
-    assert Exchange("move", 4, 0, FAST, 0.0, 0.0).demand(codec) == [1, 3, 0, 0]
-    assert Exchange("move", 2, 3 * MIB, FAST, 0.0, 0.0).demand(codec) == [1, 2, 0, 3 * MIB]
+    assert demand("reduce", 4, 4, MIB) == [1, 3 * chunks, 0, 0, 3 * chunks, 3 * MIB * 6 / 32]
+    assert demand("reduce", 4, 1, MIB) == [1, 0, 3 * chunks, 0, 3 * chunks, 0]
+    assert demand("sum", 4, 4, 64 * KIB) == [1, 3, 0, 3, 0, 3 * 64 * KIB]
+    assert demand("sum", 4, 1, 64 * KIB) == [1, 0, 3, 3, 0, 0]
+    assert demand("move", 4, 4, 0) == [1, 3, 0, 0, 0, 0]
+    assert demand("move", 2, 2, 3 * MIB) == [1, 2, 0, 0, 0, 3 * MIB]
+
+
+def test_kernels_that_were_fast_half_of_the_time_have_the_mean_of_the_times() -> None:
+    samples = [
+        Kernels(Machine(memory_bytes_per_s=rate, cores=2.0), {"none": replace(CODECS["none"], decode_bytes_per_s=rate)})
+        for rate in (20e9, 60e9)
+    ]
+    found = Kernels.mean(samples)
+    assert found.machine.memory_bytes_per_s == found.codecs["none"].decode_bytes_per_s == pytest.approx(30e9)
+    assert (found.machine.cores, found.codecs["none"].tile) == (2.0, CODECS["none"].tile)
 
 
 @pytest.mark.parametrize(

@@ -30,17 +30,19 @@ def data(output: str) -> list[list[str]]:
     return [line.split() for line in output.splitlines() if not line.startswith("#")]
 
 
+def named(output: str) -> list[dict[str, str]]:
+    heading = next(line for line in output.splitlines() if " algbw " in line and " ring " in line and "pairwise" in line)
+    columns = heading.lstrip("#").split()
+    return [dict(zip(columns, row, strict=True)) for row in data(output)]
+
+
 def test_a_table_and_json(tmp_path: Path) -> None:
     raw = tmp_path / "raw.json"
     flags = ["-g", "8,64", "--ranks-per-host", "8", "--link", "1Gbit,100Gbit", "-b", "4K", "-e", "256M", "-f", "256"]
     done = squinchcomm("simulate", *flags, "-J", raw)
     assert (done.returncode, done.stderr) == (0, "")
-    rows = data(done.stdout)
-    assert len(rows) == 2 * 2 * (1 + 2 + 2)  # 4K goes lossless whatever the codec
-    heading = next(line for line in done.stdout.splitlines() if " algbw " in line and " ring " in line and "pairwise" in line)
-    columns = heading.lstrip("#").split()
-    assert all(len(row) == len(columns) for row in rows)
-    shown = [dict(zip(columns, row, strict=True)) for row in rows]
+    shown = named(done.stdout)
+    assert len(shown) == 2 * 2 * (1 + 2 + 2)  # 4K goes lossless whatever the codec
     written = json.loads(raw.read_text())
     assert written["machine"]["mtu"] == 1500
     assert [codec["name"] for codec in written["codecs"]] == ["none", "squinch6"]
@@ -65,7 +67,7 @@ def test_constants_can_be_given() -> None:
     for flag, value in {
         "--latency": "100000",
         "--frame": "100000",
-        "--chunk": "100000",
+        "--encoded-chunk": "100000",
         "--hop": "100000",
         "--sockets": "0.01",
         "--cores": "0.01",
@@ -80,6 +82,20 @@ def test_constants_can_be_given() -> None:
         times[flag] = float(data(done.stdout)[0][7])
     slow = {flag: took for flag, took in times.items() if took > 1.5 * times["plain"]}
     assert set(times) - set(slow) == {"plain", "--mtu"}
+
+
+@pytest.mark.parametrize("flag", ["--local-frame", "--chunk"])
+def test_constants_of_lossless_frames_inside_hosts_can_be_given(flag: str) -> None:
+    flags = ["-g", "8", "--hosts", "2", "--link", "10Gbit", "--codec", "none", "-b", "1M", "-e", "1M"]
+    times = [float(named(simulate(*flags, *more).stdout)[0]["hierarchical"]) for more in ([], [flag, "100000"])]
+    assert times[1] > 2 * times[0]
+
+
+def test_lossless_sums_of_two_bytes_are_never_hierarchical() -> None:
+    done = simulate("-g", "8", "--hosts", "2", "--link", "1Gbit", "-b", "1M", "-e", "1M", "-d", "bfloat16")
+    lossless, encoded = named(done.stdout)
+    assert (lossless["codec"], lossless["hierarchical"], lossless["choice"]) == ("none", "-", "pairwise")
+    assert (encoded["codec"], encoded["choice"]) == ("squinch6", "hierarchical")
 
 
 def test_the_smallest_compressed_size_is_that_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:

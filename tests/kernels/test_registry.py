@@ -95,3 +95,16 @@ def test_import_needs_neither_numba_nor_a_compilation() -> None:
         "assert not {'numba', 'llvmlite'} & set(sys.modules), 'imported'"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [("bits_per_element", value) for value in (0, -6.0, float("nan"), float("inf"), 129)]
+    + [("tile_size", value) for value in (0, -512, 1.5, 1 << 21)],
+)
+def test_sizes_that_no_codec_has_are_refused(attribute: str, value: float) -> None:
+    foreign: Any = Foreign()
+    setattr(foreign, attribute, value)
+    with pytest.raises(ConfigError, match=f"'foreign' has {attribute} {value}; give"):
+        register(foreign)
+    assert "foreign" not in codec_names()
