@@ -131,7 +131,9 @@ class MpiTransport(SharingTransport):
         with self.lock:
             link.sent += 1
             self._sent_bytes[peer] += PREFIX_BYTES + header_bytes + size
-            link.forget_sent()
+            # Not at each call: a test of what has not left yet makes the library look for work, and yield its core.
+            if len(link.outgoing) + len(link.loans) >= self.window:
+                link.forget_sent()
             if size < JOIN_BELOW:
                 prefix = link.prefix(self.rank, WHOLE, header_bytes, size)
                 link.put(self._comm, b"".join((prefix, header, view)))
@@ -218,6 +220,8 @@ class MpiTransport(SharingTransport):
         try:
             if self._closed is None:
                 self._progress()
+                for link in self._peers:
+                    link.forget_sent()
         except CommunicatorAborted as error:
             self._fault = self._fault or error
         return len(self._ready) + len(self._arriving) != before

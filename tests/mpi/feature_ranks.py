@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,26 @@ def check_a_rank_that_computes_takes_what_is_sent_to_it() -> None:
             frame = transport.recv(0.0)
             assert frame is not None and frame.payload.nbytes == 1 << 20
             frame.release()
+
+
+def check_payloads_that_have_left_are_let_go_between_calls() -> None:
+    transport = opened(join_world(WORLD, 20.0), shared_memory=False)
+    if RANK == 0:
+        payloads = [np.ones(1 << 20, np.uint8) for _ in range(3)]
+        left = [weakref.ref(payload) for payload in payloads]
+        while payloads:
+            transport.send(1, b"", payloads.pop())
+        assert any(each() is not None for each in left)  # on their way
+        WORLD.Barrier()
+        assert wait_until(lambda: not any(each() is not None for each in left), 2.0)
+    else:
+        WORLD.Barrier()
+        for _ in range(3 * (RANK == 1)):
+            frame = transport.recv(5.0)
+            assert frame is not None
+            frame.release()
+    WORLD.Barrier()
+    transport.close()
 
 
 def check_a_forgotten_transport_is_a_lost_peer() -> None:
