@@ -147,7 +147,7 @@ class _Array:
         return min(shards, max(1, tiles)), chunks, min(size, plan.chunk) * self.itemsize
 
     def chunk_s(self, machine: Machine) -> float:
-        """To make a chunk and to use it, its elements apart."""
+        """To put a contribution into a frame and to sum it there, its elements apart."""
         return machine.chunk_s if self.codec.lossless else machine.encoded_chunk_s
 
     def encode_s(self, nbytes: float) -> float:
@@ -191,9 +191,9 @@ def _pairwise(layout: Layout, array: _Array, machine: Machine) -> _Demand:
     n, size = layout.ranks, array.nbytes
     shards, chunks, chunk = array.cut(n)
     frames = (shards - 1 + n - 1) * chunks
-    # A contribution is encoded and summed; a sum is made once for all and only read.
-    made = (shards - 1 + (n - 1) / 2) / (shards - 1 + n - 1)
-    frame_s = _to_everybody_s(layout, machine) + made * array.chunk_s(machine)
+    # A contribution is made for its receiver and summed; a sum is made once for all and only read.
+    contributions = (shards - 1) / (shards - 1 + n - 1)
+    frame_s = _to_everybody_s(layout, machine) + contributions * array.chunk_s(machine)
     far = (n - layout.most) / n
     near = (layout.most - 1) / n
     work_s = array.encode_s(size) + array.reduce_s(size, machine) + array.decode_s(size)
@@ -226,10 +226,9 @@ def _hierarchical(layout: Layout, array: _Array, machine: Machine) -> _Demand:
     remote = (hosts - 1) / hosts
     far_frames = 2 * shards / hosts * (hosts - 1) * chunks
     near_frames = 2 * shards * chunks * (most - 1)
-    # Inside a host contributions travel as they are, sums as between hosts; a sum is made once for all and only read.
-    chunk_s = array.chunk_s(machine)
-    frames_s = far_frames * (machine.frame_s + chunk_s * 3 / 4)
-    frames_s += near_frames * (machine.local_frame_s + machine.chunk_s / 2 + chunk_s / 4)
+    # Half of the frames carry contributions, which inside a host travel as they are.
+    frames_s = far_frames * (machine.frame_s + array.chunk_s(machine) / 2)
+    frames_s += near_frames * (machine.local_frame_s + machine.chunk_s / 2)
     frame_s = frames_s / (far_frames + near_frames)
     # Combiners add what their host's ranks hand them, exact; homes add the sums of other hosts too.
     sums_s = most * size / machine.add_bytes_per_s + array.reduce_s(remote * size, machine) + array.encode_s(size)

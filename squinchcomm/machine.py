@@ -37,7 +37,7 @@ class Machine:
         call_s: Processor time of a rank to begin a hop and to wake up at its end.
         frame_s: Processor time of a frame to another host, its sender and its receiver together, but for the payload.
         local_frame_s: The same between ranks of one host.
-        chunk_s: Processor time to make a chunk of an array for a frame and to use it, as it is, but for its elements.
+        chunk_s: Processor time to put a contribution into a frame and to sum it there, but for its elements.
         encoded_chunk_s: The same where it travels encoded.
         socket_bytes_per_s: Payload that one processor sends and receives through sockets, checksums included.
         memory_bytes_per_s: Payload that a host copies in its memory, all its processors together.
