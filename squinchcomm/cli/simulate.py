@@ -41,7 +41,9 @@ def simulate(
     hop: Annotated[float | None, typer.Option("--hop", help=f"Processor time of a rank for a hop, us. {_GIVEN}")] = None,
     frame: Annotated[float | None, typer.Option("--frame", help=f"Processor time of a frame, us. {_GIVEN}")] = None,
     local_frame: Annotated[float | None, typer.Option("--local-frame", help=f"The same inside a host, us. {_GIVEN}")] = None,
-    chunk: Annotated[float | None, typer.Option("--chunk", help=f"Processor time to send and sum a chunk, us. {_GIVEN}")] = None,
+    chunk: Annotated[
+        float | None, typer.Option("--chunk", help=f"Processor time to send and sum a chunk, us. {_GIVEN}")
+    ] = None,
     encoded_chunk: Annotated[float | None, typer.Option("--encoded-chunk", help=f"The same if encoded, us. {_GIVEN}")] = None,
     sockets: Annotated[float | None, typer.Option("--sockets", help=f"Through sockets, GB/s a core. {_GIVEN}")] = None,
     memory: Annotated[float | None, typer.Option("--memory", help=f"Copies, GB/s a host. {_GIVEN}")] = None,
