@@ -48,11 +48,8 @@ class Rank(links_rank.Rank):
             part_bytes: Of a part or shard.
             repeats: After two that do not count.
         """
-        call = (
-            self._moving(part_bytes)
-            if kind == "move"
-            else self._summing(part_bytes, {"sum": "none", "reduce": "squinch6"}[kind])
-        )
+        codec = {"move": None, "sum": "none", "reduce": "squinch6"}[kind]
+        call = self._moving(part_bytes) if codec is None else self._summing(part_bytes, codec)
         starts, times, processor = [], [], []
         for repeat in range(-2, repeats):
             self._barrier()

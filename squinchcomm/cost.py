@@ -304,9 +304,12 @@ def algorithms(layout: Layout, nbytes: int, codec: CodecCost, *, half: bool = Fa
     """
     if layout.ranks == 1:
         return ()
-    small = codec.lossless and nbytes <= DIRECT_BYTES and layout.ranks <= DIRECT_RANKS
-    layered = layout.layered and not (half and codec.lossless)
-    return (DIRECT,) * small + (PAIRWISE,) + (HIERARCHICAL,) * layered
+    names = [PAIRWISE]
+    if codec.lossless and nbytes <= DIRECT_BYTES and layout.ranks <= DIRECT_RANKS:
+        names.insert(0, DIRECT)
+    if layout.layered and not (half and codec.lossless):
+        names.append(HIERARCHICAL)
+    return tuple(names)
 
 
 def predict(
@@ -382,7 +385,7 @@ def choose(
     able = algorithms(layout, nbytes, codec, half=half)
     if not able:
         raise ConfigError("an all-reduce of one rank has no algorithm: there is nothing to choose")
-    layered = HIERARCHICAL in able and setting != "flat"
-    names = able[:1] * (setting != "hierarchical" or not layered) + (HIERARCHICAL,) * layered
+    layered = (HIERARCHICAL,) if HIERARCHICAL in able and setting != "flat" else ()
+    names = layered if layered and setting == "hierarchical" else able[:1] + layered
     found = [predict(name, layout, nbytes, codec, machine, itemsize=itemsize) for name in names]
     return min(found, key=lambda each: each.time_s)
