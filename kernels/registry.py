@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from squinchcomm.errors import ConfigError, WireFormatError
@@ -27,11 +28,10 @@ def register(codec: Codec) -> None:
     """Makes `codec` known under its name and wire id.
 
     Raises:
-        ConfigError: the name or the wire id is taken, the name is "auto", the wire id is one of ours (0..63) or above 255, or
-            `bits_per_element` or `tile_size` is none that a codec can have.
+        ConfigError: the name or the wire id is taken, the name is "auto", the wire id is one of ours (0..63), or an attribute
+            is missing or none that a codec can have.
     """
-    _check_wire_id(codec)
-    _check_sizes(codec)
+    _check(codec)
     if codec.name == _NO_CODEC:
         raise ConfigError(f"no codec can be called {_NO_CODEC!r}: settings use the word for a choice among codecs")
     _add(codec)
@@ -79,26 +79,36 @@ def _load_plugins() -> None:
     _plugins_loaded = True
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         try:
-            codec = entry_point.load()()
+            register(entry_point.load()())
         except Exception as error:
             raise ConfigError(f"codec plug-in {entry_point.name!r} ({entry_point.value}) cannot be loaded: {error}") from error
-        register(codec)
 
 
-def _check_wire_id(codec: Codec) -> None:
-    if codec.wire_id in OWN_WIRE_IDS or not 0 <= codec.wire_id <= 255:
-        raise ConfigError(f"codec {codec.name!r} has wire id {codec.wire_id}; third-party codecs take 64..255")
+def _check(codec: Codec) -> None:
+    for attribute, allows, wanted in _DEMANDS:
+        try:
+            value = getattr(codec, attribute)
+        except Exception as error:
+            raise ConfigError(f"codec {type(codec).__name__} has no {attribute}: {error!r}") from error
+        if not allows(value):
+            raise ConfigError(f"codec {type(codec).__name__} has {attribute} {value!r}; give {wanted}")
 
 
-def _check_sizes(codec: Codec) -> None:
-    if not 0 < codec.bits_per_element <= _MOST_BITS:
-        raise ConfigError(
-            f"codec {codec.name!r} has bits_per_element {codec.bits_per_element}; give a number above 0, at most {_MOST_BITS}"
-        )
-    if not isinstance(codec.tile_size, int) or not 1 <= codec.tile_size <= _LARGEST_TILE:
-        raise ConfigError(
-            f"codec {codec.name!r} has tile_size {codec.tile_size!r}; give a whole number from 1 to {_LARGEST_TILE}"
-        )
+def _is_whole(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_number_of_bits(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MOST_BITS
+
+
+_DEMANDS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
+    ("name", lambda value: isinstance(value, str) and value != "", "a string"),
+    ("wire_id", lambda value: _is_whole(value, len(OWN_WIRE_IDS), 255), "a whole number of 64..255, others are ours"),
+    ("wire_version", lambda value: _is_whole(value, 0, 255), "a whole number from 0 to 255"),
+    ("bits_per_element", _is_number_of_bits, f"an int or float above 0, at most {_MOST_BITS}"),
+    ("tile_size", lambda value: _is_whole(value, 1, _LARGEST_TILE), f"a whole number from 1 to {_LARGEST_TILE}"),
+)
 
 
 def _add(codec: Codec) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import sys
+from decimal import Decimal
 from importlib.metadata import EntryPoint
 from typing import Any
 
+import numpy as np
 import pytest
 
 from squinchcomm.errors import ConfigError, WireFormatError
@@ -99,12 +103,35 @@ def test_import_needs_neither_numba_nor_a_compilation() -> None:
 
 @pytest.mark.parametrize(
     ("attribute", "value"),
-    [("bits_per_element", value) for value in (0, -6.0, float("nan"), float("inf"), 129)]
-    + [("tile_size", value) for value in (0, -512, 1.5, 1 << 21)],
+    [("name", value) for value in ("", None, 5, b"mine")]
+    + [("wire_id", value) for value in (3, 256, 70.5, "70", None, True)]
+    + [("wire_version", value) for value in (-1, 256, 1.0, None)]
+    + [
+        ("bits_per_element", value)
+        for value in (0, -6.0, math.nan, math.inf, 129, True, None, "8", Decimal(8), np.array(8.0), 8j)
+    ]
+    + [("tile_size", value) for value in (0, -512, 1.5, 1 << 21, None, True)],
 )
-def test_sizes_that_no_codec_has_are_refused(attribute: str, value: float) -> None:
+def test_attributes_that_no_codec_has_are_refused(attribute: str, value: object) -> None:
     foreign: Any = Foreign()
     setattr(foreign, attribute, value)
-    with pytest.raises(ConfigError, match=f"'foreign' has {attribute} {value}; give"):
+    with pytest.raises(ConfigError, match=re.escape(f"codec Foreign has {attribute} {value!r}; give a")):
         register(foreign)
     assert "foreign" not in codec_names()
+
+
+def test_attributes_that_are_not_there_are_named() -> None:
+    class Broken(Foreign):
+        @property
+        def tile_size(self) -> int:  # type: ignore[override]
+            raise RuntimeError("no tiles today")
+
+    with pytest.raises(ConfigError, match="codec Broken has no tile_size: RuntimeError"):
+        register(Broken())
+
+
+def test_plug_ins_with_such_attributes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Foreign, "tile_size", None)
+    _install(monkeypatch, f"{__name__}:Foreign")
+    with pytest.raises(ConfigError, match=r"'foreign' \(.*:Foreign\).*tile_size None"):
+        get_codec("foreign")
