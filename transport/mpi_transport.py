@@ -75,8 +75,10 @@ class MpiTransport(SharingTransport):
         self._comm = world.comm
         self._inbox = inbox
         self._links: list[MpiLink | None] = [None] * self.world_size
+        self._failing: set[int] = set()
         for link in links:
             self._links[link.rank] = link
+            link.failing = self._failing
         self._peers = tuple(links)
         self._arena = inbox.arena
         self._near = frozenset(link.rank for link in links if link.near)
@@ -241,7 +243,7 @@ class MpiTransport(SharingTransport):
         if one and self._ready:
             return
         failed = self._world.failed()
-        if failed or self._lost:
+        if failed or self._failing:
             self._part(failed)
 
     def _accept(self, slot: bytearray, status: MPI.Status) -> None:

@@ -91,6 +91,36 @@ class Recorder:
         return self.comm.Isend(message, *where)
 
 
+class Failing(Recorder):
+    """As MPI that cannot reach a rank any more."""
+
+    def Isend(self, message: bytes | memoryview, *where: int) -> MPI.Request:  # noqa: N802
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+
+def check_a_send_that_fails_loses_its_peer() -> None:
+    """Whatever the size, with what came of it before, and without a word from anybody."""
+    world = join_world(WORLD, 20.0)
+    for nbytes in (10, 200_000):
+        transport = opened(world, shared_memory=False)
+        if RANK == 1:
+            transport.send(0, b"before", b"x" * 100_000)
+        WORLD.Barrier()
+        if RANK == 0:
+            transport._comm, real = Failing(world.comm), transport._comm
+            transport.send(1, b"", np.ones(nbytes, np.uint8))
+            transport._comm = real
+            frame = transport.recv(5.0)
+            assert frame is not None and frame.header == b"before"
+            frame.release()
+            deadline = time.monotonic() + 5.0
+            while 1 not in transport.lost and time.monotonic() < deadline:
+                assert transport.recv(0.1) is None
+            assert transport.lost == {1: MPI.Exception(MPI.ERR_OTHER).Get_error_string()}
+        WORLD.Barrier()
+        transport.close(0.2)
+
+
 def check_no_message_exceeds_the_limit() -> None:
     """With the real limits no message can have more than 1 GiB; with lower ones none has more than they say."""
     limit = 64 << 10
