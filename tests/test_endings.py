@@ -19,6 +19,22 @@ from tests.conformance.collective_checks import random_array
 from tests.worlds import ones, outcomes, run_world
 
 
+@pytest.mark.parametrize("codec", ["none", "squinch6"])
+def test_a_rank_that_has_sent_nothing_is_told_from_those_that_wait_themselves(codec: str) -> None:
+    def body(comm: Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 2:
+            time.sleep(1.0)
+        else:
+            comm.allreduce(ones(1 << 18), codec=codec, timeout_s=0.5)
+
+    found = outcomes(4, body)
+    waited = [error for error in found if isinstance(error, CollectiveTimeout)]
+    assert len(waited) == 3, found
+    assert {error.peer for error in waited} == {2}
+    assert all("look at what rank 2 is doing" in str(error) for error in waited)
+
+
 @pytest.mark.parametrize("transport", ["inproc", "zmq"])
 def test_a_rank_that_does_not_call_is_named_after_the_timeout(transport: str) -> None:
     def body(comm: Communicator) -> float:

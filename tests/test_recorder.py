@@ -86,7 +86,9 @@ def test_calls_before_a_timeout_are_written_while_others_still_wait(tmp_path: Pa
     failed, waiting = recording.calls[2], recording.calls[3]
     assert (failed.state, failed.error, failed.blames, waiting.state) == ("failed", "CollectiveTimeout", 2, "queued")
     assert 2 in failed.due and failed.waits[2] > 0.1
-    assert re.search(r"still waiting for (rank 2: look at what it is|ranks 1, 2: look at what they are) doing", failed.message)
+    assert re.search(
+        r"still waiting for (rank 2: look at what rank 2 is|ranks 1, 2: look at what ranks 1, 2 are) doing", failed.message
+    )
     assert "`squinchcomm trace` tells who is behind" in failed.message
     assert not failed.message.startswith("not started")
     assert files(tmp_path)[0].header.closed and files(tmp_path)[0].calls[2].state == "failed"

@@ -88,12 +88,13 @@ class Ticket:
         timeout_s: What the deadline was made from.
         started: `time.monotonic()` from which the deadline counts.
         meter: What the call has cost so far.
+        heard: Peers of which a frame of this call has come.
         waits: If the call is recorded, seconds spent waiting by peer: for its frame, or, in waits that brought none, in
             equal parts for all that are due.
         chunks: If its chunks are recorded, what has happened to them.
     """
 
-    __slots__ = ("chunks", "deadline", "head", "meter", "op", "sequence", "started", "timeout_s", "waits")
+    __slots__ = ("chunks", "deadline", "head", "heard", "meter", "op", "sequence", "started", "timeout_s", "waits")
 
     def __init__(self, signature: Signature, epoch: int, sequence: int, timeout_s: float) -> None:
         self.op = signature.op
@@ -103,6 +104,7 @@ class Ticket:
         self.started = time.monotonic()
         self.deadline = self.started + timeout_s
         self.meter = Meter()
+        self.heard: set[int] = set()
         self.waits: dict[int, float] | None = None
         self.chunks: list[ChunkEvent] | None = None
 
@@ -209,6 +211,7 @@ class Channel:
         head = frame.header[: wire.SIGNATURE_BYTES]
         if head == ticket.head:
             ticket.meter.received_bytes += payload.size + wire.HEADER_BYTES
+            ticket.heard.add(frame.peer)
             return Piece(frame, payload)
         peer = frame.peer
         theirs = wire.read_header(head)
@@ -242,14 +245,17 @@ class Channel:
         if self.abort_reason is not None:
             raise self._error(CommunicatorAborted, f"aborted: {self.abort_reason}", ticket)
         if time.monotonic() >= ticket.deadline:
-            names = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, sorted(peers)))}"
+            silent = sorted({*peers} - ticket.heard)
+            others = sorted({*peers} & ticket.heard)
+            blamed = silent or others
+            waiting = f"{_named(silent)}, of which nothing has come, and for more of {_named(others)}"
             raise self._error(
                 CollectiveTimeout,
-                f"no end after {ticket.timeout_s:g} s; still waiting for {names}: look at what "
-                f"{'they are' if len(peers) > 1 else 'it is'} doing (was this call made there?), or raise timeout_s; "
+                f"no end after {ticket.timeout_s:g} s; still waiting for {waiting if silent and others else _named(blamed)}: look at "
+                f"what {_named(blamed)} {'are' if len(blamed) > 1 else 'is'} doing (was this call made there?), or raise timeout_s; "
                 "with SQUINCH_RECORDER_DIR set, `squinchcomm trace` tells who is behind",
                 ticket,
-                min(peers, default=None),
+                min(blamed, default=None),
             )
 
     def check_usable(self, ticket: Ticket) -> None:
@@ -298,6 +304,10 @@ class Channel:
             op=ticket.op,
             sequence=ticket.sequence,
         )
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _charge(waits: dict[int, float], peers: Collection[int], waited_s: float) -> None:
