@@ -270,7 +270,7 @@ def main(arguments: list[str]) -> int:
     if options.rescore:
         try:
             return rescore(options.rescore)
-        except (OSError, ValueError, KeyError, IndexError, TypeError, ZeroDivisionError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             print(f"simulate_check.py: {options.rescore} is no JSON file of this benchmark: {error!r}", file=sys.stderr)
             return 2
     if reason := netns.available():

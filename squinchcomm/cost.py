@@ -367,10 +367,12 @@ def choose(
     itemsize: int = 4,
     half: bool = False,
     setting: str = "auto",
+    direct: bool = True,
 ) -> Prediction:
-    """The faster way in which a communicator would do an all-reduce, flat or hierarchical, by the model; flat of equals.
+    """How a communicator does an all-reduce: direct wherever that can run, else the faster of pairwise and hierarchical, by the model.
 
-    Flat is direct wherever it can be. `half` is as in `algorithms`; `setting` is `Config.algorithm`, which may exclude one of the two.
+    Pairwise of equals. `half` is as in `algorithms`; `setting` is `Config.algorithm`, which may exclude one of the two; without
+    `direct` the call is one that never is, a reduce-scatter.
 
     All ranks of a communicator must choose alike, so every argument must be the same on all of them, to the last bit: the layout is,
     when it comes from the transport's host identities; size, codec and type are, since the call's signature is checked; a measured
@@ -385,7 +387,10 @@ def choose(
     able = algorithms(layout, nbytes, codec, half=half)
     if not able:
         raise ConfigError("an all-reduce of one rank has no algorithm: there is nothing to choose")
-    layered = (HIERARCHICAL,) if HIERARCHICAL in able and setting != "flat" else ()
-    names = layered if layered and setting == "hierarchical" else able[:1] + layered
+    names = [PAIRWISE]
+    if direct and DIRECT in able:
+        names = [DIRECT]
+    elif HIERARCHICAL in able and setting != "flat":
+        names = [HIERARCHICAL] if setting == "hierarchical" else [PAIRWISE, HIERARCHICAL]
     found = [predict(name, layout, nbytes, codec, machine, itemsize=itemsize) for name in names]
     return min(found, key=lambda each: each.time_s)

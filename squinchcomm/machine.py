@@ -225,16 +225,21 @@ def _rate(calls: Sequence[Callable[[], object]], nbytes: int) -> float:
 
 def _rates(calls: Sequence[Callable[[], object]], nbytes: int) -> list[float]:
     """Bytes per second of each call, of `nbytes` each, repeated by processors of their own at the same time."""
+    for call in calls:  # the first time, which also fails here if it fails
+        call()
     begin = threading.Barrier(len(calls))
 
     def timed(call: Callable[[], object], processor: int) -> float:
         os.sched_setaffinity(0, {processor})  # of this thread: two on one processor would take turns and not share the memory
-        call()
         begin.wait()
         return nbytes / _median_s(call)
 
     with ThreadPoolExecutor(len(calls)) as pool:
-        return list(pool.map(timed, calls, sorted(os.sched_getaffinity(0))))
+        try:
+            return list(pool.map(timed, calls, sorted(os.sched_getaffinity(0))))
+        except BaseException:
+            begin.abort()  # a thread that could not be started is waited for by the others
+            raise
 
 
 def _median_s(call: Callable[[], object]) -> float:

@@ -22,7 +22,7 @@ _UNUSED_ADDRESS = "ipc://@mpi"  # so that nobody looks for one
 
 
 class Greeting(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What each rank tells before anybody listens. `key` is rank 0's, made for a job of several hosts that brought none."""
+    """What each rank tells before anybody listens. `key` is rank 0's, made for a job that brought none."""
 
     host: str
     name: str
@@ -74,7 +74,10 @@ def greet(world: MpiWorld, config: Config, timeout_s: float) -> tuple[str | None
     """
     key = generate_key() if world.rank == 0 and config.security != "none" and config.key_file is None else None
     own = Greeting(
-        host_identity(), socket.gethostname(), config.transport, (key.public, key.secret) if key is not None else None
+        config.host or host_identity(),
+        socket.gethostname(),
+        config.transport,
+        (key.public, key.secret) if key is not None else None,
     )
     blobs = world.exchange(msgspec.msgpack.encode(own), timeout_s)
     everybody = [msgspec.msgpack.decode(blob, type=Greeting) for blob in blobs]
@@ -85,9 +88,8 @@ def greet(world: MpiWorld, config: Config, timeout_s: float) -> tuple[str | None
                 rank=world.rank,
                 peer=peer,
             )
-    elsewhere = next((each.name for each in everybody if each.host != own.host), None)
-    if elsewhere is None:
-        return None, None
     shared = everybody[0].key
+    made = JobKey(*shared) if shared is not None and config.key_file is None else None
+    elsewhere = next((each.name for each in everybody if each.host != own.host), None)
     # The port does not matter: the address is only asked for the route to it.
-    return f"tcp://{elsewhere}:9", JobKey(*shared) if shared is not None and config.key_file is None else None
+    return None if elsewhere is None else f"tcp://{elsewhere}:9", made

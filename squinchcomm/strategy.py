@@ -134,6 +134,5 @@ class Strategy:
         cost = known.encoded if known is not None and known.encoded.name == name else codec_cost(name)
         machine = known.machine if known is not None else _USUAL
         half = data.dtype in (FLOAT16, BFLOAT16)
-        setting = self._config.algorithm
-        chosen = choose(self._layout, data.nbytes, cost, machine, itemsize=data.itemsize, half=half, setting=setting)
-        return chosen.algorithm == HIERARCHICAL
+        rules = {"half": half, "setting": self._config.algorithm, "direct": False}  # direct ones do not come here
+        return choose(self._layout, data.nbytes, cost, machine, itemsize=data.itemsize, **rules).algorithm == HIERARCHICAL

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from squinchcomm.communicator import Communicator
 from squinchcomm.cost import DIRECT, HIERARCHICAL, PAIRWISE, RING, Layout, algorithms, choose, predict
 from squinchcomm.errors import ConfigError
-from squinchcomm.machine import REPORTED_RATES, CodecCost, Machine, codec_cost, measure, measure_codec
+from squinchcomm.machine import REPORTED_RATES, CodecCost, Machine, _rates, codec_cost, measure, measure_codec
 from tests.worlds import run_world
 
 MIB = 1 << 20
@@ -180,8 +182,8 @@ def test_the_choice_is_the_fastest(layout: Layout, nbytes: int, codec: CodecCost
     if layout.ranks == 1:
         assert names == ()
         return
-    # Of the flat ones a communicator only ever takes the first.
-    times = {name: predict(name, layout, nbytes, codec, MACHINE).time_s for name in names if name in (names[0], HIERARCHICAL)}
+    able = names[:1] if DIRECT in names else names
+    times = {name: predict(name, layout, nbytes, codec, MACHINE).time_s for name in able}
     chosen = choose(layout, nbytes, codec, MACHINE)
     assert chosen.time_s == times[chosen.algorithm] == min(times.values())
     # From values made anew, as another rank does.
@@ -203,7 +205,8 @@ def test_choices_by_size_and_layout() -> None:
     two_hosts = Layout.even(8, 2)
     assert chosen(two_hosts, 256 * MIB, SQUINCH6, setting="flat") == PAIRWISE
     assert chosen(two_hosts, 1024, NONE) == DIRECT
-    assert chosen(two_hosts, 1024, NONE, setting="hierarchical") == HIERARCHICAL
+    assert chosen(two_hosts, 1024, NONE, setting="hierarchical") == DIRECT
+    assert chosen(two_hosts, 1024, NONE, setting="hierarchical", direct=False) == HIERARCHICAL  # a reduce-scatter
     assert chosen(Layout.even(8, 8), 1024, SQUINCH6, setting="hierarchical") == PAIRWISE  # no host to combine on
     for setting in ("auto", "hierarchical"):
         assert chosen(two_hosts, 256 * MIB, NONE, itemsize=2, half=True, setting=setting) == PAIRWISE
@@ -258,6 +261,38 @@ def test_a_codec_that_no_report_knows_takes_the_lowest_rates(monkeypatch: pytest
     assert (cost.encode_bytes_per_s, cost.decode_bytes_per_s, cost.reduce_bytes_per_s) == (6.8e9, 18e9, 50e9)
     assert cost.bits == 16
     codec_cost.cache_clear()
+
+
+def test_a_measurement_that_fails_ends() -> None:
+    started = threading.Event()
+
+    def slow() -> None:
+        started.set()
+        time.sleep(0.05)
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        _rates([slow, lambda: None], 1)
+    assert started.is_set()
+
+
+def test_a_measurement_whose_threads_cannot_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, starts = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        starts.append(thread)
+        if len(starts) == 2:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start"):
+        _rates([lambda: None, lambda: None], 1)
+    for thread in starts[:1]:
+        thread.join(5.0)
+        assert not thread.is_alive()
 
 
 def test_constants_of_this_machine_can_be_measured() -> None:
