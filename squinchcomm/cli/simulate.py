@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from squinchcomm.machine import CodecCost, Machine
 
 _ITEMSIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_GIVEN = "Default: of the machine of the reports."
+_GIVEN = "Default: see docs/cost-model.md."
 
 
 def simulate(
@@ -188,5 +188,5 @@ def _codec_rates(text: str) -> tuple[float, float, float]:
 
 
 def _source(measured: bool, overridden: bool) -> str:
-    source = "measured here (codecs, memory, additions, cores), the rest" if measured else "of the machine"
-    return f"{source} of the reports{', or as given' if overridden else ''}"
+    source = "measured here (codecs, memory, additions, cores), else by default" if measured else "by default"
+    return f"{source}{', or as given' if overridden else ''}"
