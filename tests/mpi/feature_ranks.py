@@ -434,9 +434,11 @@ def check_what_cannot_be_is_said() -> None:
 
 
 def check_other_transports_can_meet_through_mpi() -> None:
-    with squinchcomm.init(comm=WORLD, transport="zmq") as comm:
-        assert "zmq" in repr(comm)
-        assert total(comm) == SIZE * (SIZE + 1) / 2
+    for security in ("auto", "curve"):  # whose key is made even though all ranks share this host
+        with squinchcomm.init(comm=WORLD, transport="zmq", security=security) as comm:
+            assert "zmq" in repr(comm)
+            assert comm._transports[0].encrypted == (security == "curve")
+            assert total(comm) == SIZE * (SIZE + 1) / 2
 
 
 def check_a_missing_rank_is_named() -> None:
