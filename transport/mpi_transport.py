@@ -50,6 +50,7 @@ class MpiTransport(SharingTransport):
     name = "mpi"
     encrypted = False
     rejected_peers = 0
+    _share_from = 1 << 10  # from a few KiB on a message waits until both ranks look at MPI, which memory does not
 
     def __init__(
         self,
@@ -136,15 +137,19 @@ class MpiTransport(SharingTransport):
             # Not at each call: a test of what has not left yet makes the library look for work, and yield its core.
             if len(link.outgoing) + len(link.loans) >= self.window:
                 link.forget_sent()
-            if size < JOIN_BELOW:
-                prefix = link.prefix(self.rank, WHOLE, header_bytes, size)
-                link.put(self._comm, b"".join((prefix, header, view)))
-            elif link.shared is not None and self._arena is not None and (offset := self._arena.offset(payload)) is not None:
+            if link.shared is not None and (offset := self._shared_offset(payload, size)) is not None:
                 link.shared.lend(payload)
                 link.put(self._comm, link.prefix(self.rank, IN_PLACE, header_bytes, size) + header + OFFSET.pack(offset))
+            elif size < JOIN_BELOW:
+                prefix = link.prefix(self.rank, WHOLE, header_bytes, size)
+                link.put(self._comm, b"".join((prefix, header, view)))
             else:
                 link.put(self._comm, link.prefix(self.rank, SPLIT, header_bytes, size) + header)
                 link.put_payload(self._comm, self.rank, view.cast("B"), borrow)
+
+    def _shared_offset(self, payload: Any, size: int) -> int | None:
+        """Where in this rank's memory a payload lies, if it does."""
+        return None if self._arena is None or size < self._share_from else self._arena.offset(payload)
 
     def flush(self, timeout_s: float) -> bool:
         started = time.monotonic()

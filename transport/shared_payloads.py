@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Collection
-from typing import Any
+from typing import Any, ClassVar
 
 from .base import Transport
 from .shared_memory import Arena, Doorway, Slot, supported
@@ -82,9 +82,10 @@ class SharingTransport(Transport):
 
     _arena: Arena | None  # this rank's memory
     _near: frozenset[int]  # peers on this host, whether or not they share memory
+    _share_from: ClassVar[int] = JOIN_BELOW  # bytes of a payload
 
     def allocate(self, nbytes: int, peers: Collection[int]) -> Slot | None:
-        if nbytes < JOIN_BELOW or self._near.isdisjoint(peers):
+        if nbytes < self._share_from or self._near.isdisjoint(peers):
             return None
         slot = None if self._arena is None or self.sharing.isdisjoint(peers) else self._arena.allocate(nbytes)
         if slot is None:
