@@ -212,6 +212,29 @@ def check_room_of_payloads_is_used_again_up_to_a_limit() -> None:
     transport.close()
 
 
+def check_payloads_from_1_kib_on_stay_in_shared_memory() -> None:
+    transport = opened(join_world(WORLD, 20.0))
+    others = [peer for peer in range(SIZE) if peer != RANK]
+    assert transport.allocate(1023, others) is None
+    for nbytes in (1 << 10, 1025, 50_000):
+        slot = transport.allocate(nbytes, others)
+        assert slot is not None
+        array = np.asarray(slot)
+        array[:] = RANK
+        for peer in others:
+            transport.send(peer, b"", array)
+            transport.send(peer, b"", bytes([RANK]) * 1023)
+        del slot, array
+        for _ in range(2 * len(others)):
+            frame = transport.recv(5.0)
+            assert frame is not None
+            assert bytes(frame.payload) == bytes([frame.peer]) * len(frame.payload)
+            assert frame.in_place == (len(frame.payload) == nbytes)
+            frame.release()
+        WORLD.Barrier()
+    transport.close()
+
+
 def check_nothing_is_left_behind() -> None:
     def open_and_close() -> None:
         part = WORLD.Split(0)
