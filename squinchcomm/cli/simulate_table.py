@@ -10,9 +10,11 @@ from typing import Any
 
 from squinchcomm import __version__
 from squinchcomm.cost import DIRECT, HIERARCHICAL, PAIRWISE, RING, Layout, Prediction, algorithms, choose, predict
+from squinchcomm.errors import ConfigError
 from squinchcomm.machine import CodecCost, Machine, codec_cost
 
 OURS = (DIRECT, PAIRWISE, HIERARCHICAL)
+_FOR_EVER_S = 1e12
 _COLUMNS = (
     # heading, unit, width
     ("ranks", "", 7),
@@ -57,6 +59,8 @@ class World:
             for name in (*algorithms(layout, size, codec, half=half), RING)
         }
         choice = choose(layout, size, codec, machine, itemsize=self.itemsize, half=half)
+        if not all(each.time_s < _FOR_EVER_S for each in found.values()):
+            raise ConfigError(f"{size} bytes take for ever with these constants: give smaller times, or higher rates")
         return Row(layout, link_bits_per_s, codec.name, self.dtype, size, found, choice.algorithm)
 
 
@@ -167,7 +171,7 @@ def header(known: dict[str, Any]) -> list[str]:
             if not codec["lossless"]
         ),
         "# allreduce: predicted times of each algorithm that can run; link: rate of a host, which its ranks share; GB = 1e9 bytes",
-        "# choice: the fastest; algbw, busbw, wire, bound are its own; size is that of the uncompressed array: busbw may exceed the link",
+        "# choice: what runs; algbw, busbw, wire, bound are its own; size is that of the uncompressed array: busbw may exceed the link",
         "# Arrays too small for codecs (SQUINCH_MIN_COMPRESS_BYTES) have one line, lossless.",
         "# wire: bytes that leave the busiest host, headers included; bound: what takes most of the time",
         "# ring: the same array, lossless, in a ring as gloo and NCCL do, its frames for free; speed = ring / choice",

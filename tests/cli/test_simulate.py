@@ -177,6 +177,7 @@ def test_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         (["--latency", "-1"], "--latency -1: latency_s"),
         (["--cores", "nan"], "--cores nan: cores"),
         (["--mtu", "20"], "--mtu 20: mtu"),
+        (["-g", "4", "--hosts", "4", "--frame", "1e308"], "4096 bytes take for ever"),
         (["--efficiency", "2"], "--efficiency 2: link_efficiency"),
         (["--plot", "picture.svg"], "ends in .png"),
         (["-J", "/nowhere/at/all.json"], "-J /nowhere/at/all.json"),
