@@ -24,6 +24,7 @@ from squinchcomm.demo.report import label
 from squinchcomm.errors import ConfigError
 
 _MEAN_OVER = 20  # steps; losses of single small batches jump
+_BEGINNING = "starting ranks, which compile the kernels the first time"
 
 _console = Console()
 
@@ -123,14 +124,14 @@ def _smoothed(lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def _bars(lines: Iterator[dict[str, Any]], codecs: list[str], steps: int) -> None:
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=_console) as progress:
-        task = progress.add_task("starting ranks", total=steps)
+        task = progress.add_task(_BEGINNING, total=steps)
         for line in lines:
             progress.update(task, completed=line["step"], description=_losses(line, codecs))
 
 
 def _lines(lines: Iterator[dict[str, Any]], codecs: list[str], steps: int) -> None:
     start, every = time.monotonic(), max(1, steps // 10)
-    print("   0.0 s  starting ranks", flush=True)
+    print(f"   0.0 s  {_BEGINNING}", flush=True)
     for line in lines:
         if line["step"] % every == 0 or line["step"] == steps:
             print(f"{time.monotonic() - start:6.1f} s  step {line['step']}/{steps}  {_losses(line, codecs)}", flush=True)
