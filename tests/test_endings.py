@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,42 @@ def test_a_rank_that_has_sent_nothing_is_told_from_those_that_wait_themselves(co
     assert len(waited) == 3, found
     assert {error.peer for error in waited} == {2}
     assert all("look at what rank 2 is doing" in str(error) for error in waited)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "zmq"])
+def test_a_failure_in_a_later_call_leaves_this_one_alone(transport: str) -> None:
+    """Rank 1 has left the barrier and failed in the next call, while rank 2 still waits for rank 0 in the barrier."""
+
+    def body(comm: Communicator) -> None:
+        send = comm._channel.send
+
+        def slow(ticket: Any, peer: int, parcel: Any, **more: bool) -> None:
+            time.sleep(0.5 if peer == 2 else 0.0)
+            send(ticket, peer, parcel, **more)
+
+        if comm.rank == 0:
+            comm._channel.send = slow  # type: ignore[method-assign]
+        comm.barrier()
+        if comm.rank == 0:
+            time.sleep(0.3)
+        with pytest.raises(CollectiveTimeout, match="allreduce #2 on rank 1"):
+            comm.allreduce(ones(5), timeout_s=0.1 if comm.rank == 1 else 30.0)
+
+    run_world(3, body, transport=transport)
+
+
+def test_a_flush_that_does_not_end_blames_nobody_who_owes_nothing() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm._channel.transport.flush = lambda timeout_s: bool(time.sleep(timeout_s))  # type: ignore[method-assign]
+            with pytest.raises(CollectiveTimeout, match="still waiting for ranks 1, 2: look at") as caught:
+                comm.allreduce(ones(1 << 20), timeout_s=0.5)
+            assert "nothing has come" not in str(caught.value)
+        else:
+            comm.allreduce(ones(1 << 20), timeout_s=5.0)
+            time.sleep(1.5)
+
+    run_world(3, body)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "zmq"])

@@ -125,6 +125,8 @@ class Channel:
         self.failure: SquinchError | None = None
         self._sent = [0] * self.world_size
         self._received = [0] * self.world_size
+        # By peer, its failure in a call that this rank has not reached yet: those before, which owe it nothing, can still end well.
+        self._told: dict[int, SquinchError] = {}
         # Frames of calls that this rank has not reached yet, held unreleased: the window bounds them.
         self._early: dict[int, deque[tuple[Frame, np.ndarray]]] = {}
 
@@ -154,10 +156,13 @@ class Channel:
         Raises:
             SquinchError: of the kind that fits; the caller passes it to `fail`.
         """
-        self.check_end(ticket, waiting or unsent)
+        self.check_end(ticket, {*waiting, *unsent}, waiting)
         for peer in self._early:
             if waiting.get(peer):
                 return self._judge(ticket, waiting, *self._pop_early(peer))
+        for peer, error in self._told.items():
+            if (error.sequence or 0) <= ticket.sequence or peer in waiting or peer in unsent:
+                raise error
         if block:
             lost = dict(self.transport.lost)  # before the wait: what they sent is here, and comes first
             started = time.monotonic()
@@ -167,13 +172,17 @@ class Channel:
             if ticket.waits is not None:
                 _charge(ticket.waits, {*waiting, *unsent} if frame is None else (frame.peer,), waited_s)
             if frame is None:
-                self._check_wait(ticket, {*waiting, *unsent}, lost)
+                self._check_wait(ticket, {*waiting, *unsent}, lost, waiting)
                 return None
         else:
             frame = self.transport.recv(0)
             if frame is None:
                 return None
         payload = self._admit(ticket, frame)
+        if frame.header[wire.KIND_BYTE] == wire.ERROR:  # also from a peer that this call does not wait for
+            self._told[frame.peer] = told_failure(payload, self.rank, frame.peer)
+            frame.release()
+            return None
         if frame.peer in self._early:
             self._early[frame.peer].append((frame, payload))
             return None
@@ -185,7 +194,10 @@ class Channel:
             lost = dict(self.transport.lost)
             frame = self.transport.recv(0)
             if frame is not None:
-                self._early.setdefault(frame.peer, deque()).append((frame, self._admit(ticket, frame)))
+                payload = self._admit(ticket, frame)
+                if frame.header[wire.KIND_BYTE] == wire.ERROR:
+                    raise told_failure(payload, self.rank, frame.peer)
+                self._early.setdefault(frame.peer, deque()).append((frame, payload))
             self._check_wait(ticket, peers, lost)
 
     def _pop_early(self, peer: int) -> tuple[Frame, np.ndarray]:
@@ -203,8 +215,6 @@ class Channel:
             self.stats.frames_corrupt += 1
             raise self._error(WireFormatError, f"a frame from rank {peer} is damaged: {fault}", ticket, peer)
         self._received[peer] += 1
-        if frame.header[wire.KIND_BYTE] == wire.ERROR:  # also from a peer that this call does not wait for
-            raise told_failure(payload, self.rank, peer)
         return payload
 
     def _judge(self, ticket: Ticket, waiting: dict[int, int], frame: Frame, payload: np.ndarray) -> Piece | None:
@@ -234,21 +244,27 @@ class Channel:
             peer,
         )
 
-    def _check_wait(self, ticket: Ticket, peers: Collection[int], lost: Mapping[int, str]) -> None:
+    def _check_wait(self, ticket: Ticket, peers: Collection[int], lost: Mapping[int, str], due: Collection[int] = ()) -> None:
         for peer in lost:
             if peer in peers:
                 raise self._error(PeerLost, f"rank {peer} was lost: {lost[peer]}", ticket, peer)
-        self.check_end(ticket, peers)
+        self.check_end(ticket, peers, due)
 
-    def check_end(self, ticket: Ticket, peers: Collection[int]) -> None:
-        """Raises if the call was aborted or its deadline has passed; `peers` are those to blame."""
+    def check_end(self, ticket: Ticket, peers: Collection[int], due: Collection[int] = ()) -> None:
+        """Raises if the call was aborted or its deadline has passed.
+
+        Args:
+            ticket: The call in progress.
+            peers: Those that it waits for.
+            due: Of them, those whose frames it waits for.
+        """
         if self.abort_reason is not None:
             raise self._error(CommunicatorAborted, f"aborted: {self.abort_reason}", ticket)
         if time.monotonic() >= ticket.deadline:
-            silent = sorted({*peers} - ticket.heard)
-            others = sorted({*peers} & ticket.heard)
+            silent = sorted({*due} - ticket.heard)
+            others = sorted({*peers} - {*silent})
             blamed = silent or others
-            waiting = f"{_named(silent)}, of which nothing has come, and for more of {_named(others)}"
+            waiting = f"{_named(silent)}, of which nothing has come, and for {_named(others)}"
             raise self._error(
                 CollectiveTimeout,
                 f"no end after {ticket.timeout_s:g} s; still waiting for {waiting if silent and others else _named(blamed)}: look at "
