@@ -152,12 +152,12 @@ class MpiLink:
         greeted: Its hello has come.
         silent: It has said that it sends nothing more, or is dead.
         leaving: Why it will be lost when all that it sent has been taken.
-        failing: Where it is added to when an operation with it has failed.
+        given_up: The transport's set of ranks that it has to give up, since an operation with them failed.
         lost: Why it is lost.
     """
 
     __slots__ = (
-        "acked", "arriving", "dest", "doorway", "failing", "greeted", "leaving", "loans", "lost", "near", "outgoing", "piece_bytes",
+        "acked", "arriving", "dest", "doorway", "given_up", "greeted", "leaving", "loans", "lost", "near", "outgoing", "piece_bytes",
         "rank", "received", "released", "reported", "sent", "session", "shared", "silent", "tag",
     )  # fmt: skip
 
@@ -177,7 +177,7 @@ class MpiLink:
         self.greeted = self.silent = False
         self.leaving: str | None = None
         self.lost: str | None = None
-        self.failing: set[int] = set()
+        self.given_up: set[int] = set()
 
     def prefix(self, own_rank: int, kind: int, header_bytes: int = 0, payload_bytes: int = 0) -> bytes:
         """The first bytes of the next message to this peer, which tell it what we have released."""
@@ -231,7 +231,7 @@ class MpiLink:
     def fail(self, error: MPI.Exception) -> None:
         """An operation with this peer failed: it is lost once what it sent before is taken."""
         self.silent = True
-        self.failing.add(self.rank)
+        self.given_up.add(self.rank)
         if self.leaving is None:
             self.leaving = DIED if is_process_failure(error) else describe(error)
 

@@ -42,6 +42,7 @@ from .shared_payloads import JOIN_BELOW, SharingTransport
 
 _REASONS = {GOODBYE: "closed its communicator", VANISHED: "connection closed"}
 _BROKE = "broke the transport protocol"
+_FORGET_EVERY_S = 0.05
 
 
 class MpiTransport(SharingTransport):
@@ -50,7 +51,8 @@ class MpiTransport(SharingTransport):
     name = "mpi"
     encrypted = False
     rejected_peers = 0
-    _share_from = 1 << 10  # from a few KiB on a message waits until both ranks look at MPI, which memory does not
+    # Open MPI sends up to 4 KiB at once, header included; above, both ranks have to look at MPI several times.
+    _least_shared_bytes = 1 << 10
 
     def __init__(
         self,
@@ -76,10 +78,10 @@ class MpiTransport(SharingTransport):
         self._comm = world.comm
         self._inbox = inbox
         self._links: list[MpiLink | None] = [None] * self.world_size
-        self._failing: set[int] = set()
+        self._given_up: set[int] = set()
         for link in links:
             self._links[link.rank] = link
-            link.failing = self._failing
+            link.given_up = self._given_up
         self._peers = tuple(links)
         self._arena = inbox.arena
         self._near = frozenset(link.rank for link in links if link.near)
@@ -149,7 +151,7 @@ class MpiTransport(SharingTransport):
 
     def _shared_offset(self, payload: Any, size: int) -> int | None:
         """Where in this rank's memory a payload lies, if it does."""
-        return None if self._arena is None or size < self._share_from else self._arena.offset(payload)
+        return None if self._arena is None or size < self._least_shared_bytes else self._arena.offset(payload)
 
     def flush(self, timeout_s: float) -> bool:
         started = time.monotonic()
@@ -182,6 +184,7 @@ class MpiTransport(SharingTransport):
         if frame is not None or timeout_s <= 0:
             return frame
         started = time.monotonic()
+        forget_s = _FORGET_EVERY_S
         while True:
             if self._woken or self._news:
                 self._woken = self._news = False
@@ -189,6 +192,9 @@ class MpiTransport(SharingTransport):
             waited_s = time.monotonic() - started
             if waited_s >= timeout_s:
                 return None
+            if waited_s >= forget_s:
+                forget_s = waited_s + _FORGET_EVERY_S
+                self._forget_sent()
             self._backoff.pause(waited_s)
             frame = self._look()
             if frame is not None:
@@ -222,16 +228,24 @@ class MpiTransport(SharingTransport):
         return None
 
     def tend(self) -> bool:
-        """Takes what has come while nobody looked; True if that was something. Called by the caretaker, holding `lock`."""
+        """Takes what has come while nobody looked, and lets go of what has left; True if something has come.
+
+        Called by the caretaker, holding `lock`.
+        """
         before = len(self._ready) + len(self._arriving)
         try:
             if self._closed is None:
+                self._forget_sent()
                 self._progress()
-                for link in self._peers:
-                    link.forget_sent()
         except CommunicatorAborted as error:
             self._fault = self._fault or error
         return len(self._ready) + len(self._arriving) != before
+
+    def _forget_sent(self) -> None:
+        """Lets go of what has left, and learns of what has failed to."""
+        with self.lock:
+            for link in self._peers:
+                link.forget_sent()
 
     def _progress(self, *, one: bool = False) -> None:
         """Takes what has come; with `one`, until a frame is ready: a library that copies when asked makes the next ones wait."""
@@ -248,7 +262,7 @@ class MpiTransport(SharingTransport):
         if one and self._ready:
             return
         failed = self._world.failed()
-        if failed or self._failing:
+        if failed or self._given_up:
             self._part(failed)
 
     def _accept(self, slot: bytearray, status: MPI.Status) -> None:
@@ -370,6 +384,7 @@ class MpiTransport(SharingTransport):
         if link.lost is None:
             assert link.leaving is not None
             self._news = True
+            self._given_up.discard(link.rank)
             link.lost = self._lost[link.rank] = link.leaving
 
     @property

@@ -82,10 +82,10 @@ class SharingTransport(Transport):
 
     _arena: Arena | None  # this rank's memory
     _near: frozenset[int]  # peers on this host, whether or not they share memory
-    _share_from: ClassVar[int] = JOIN_BELOW  # bytes of a payload
+    _least_shared_bytes: ClassVar[int] = JOIN_BELOW
 
     def allocate(self, nbytes: int, peers: Collection[int]) -> Slot | None:
-        if nbytes < self._share_from or self._near.isdisjoint(peers):
+        if nbytes < self._least_shared_bytes or self._near.isdisjoint(peers):
             return None
         slot = None if self._arena is None or self.sharing.isdisjoint(peers) else self._arena.allocate(nbytes)
         if slot is None:

@@ -92,22 +92,39 @@ class Recorder:
 
 
 class Failing(Recorder):
-    """As MPI that cannot reach a rank any more."""
+    """As MPI that cannot reach a rank any more, and says so at once or, with `later`, when it is asked."""
+
+    later = False
 
     def Isend(self, message: bytes | memoryview, *where: int) -> MPI.Request:  # noqa: N802
+        if self.later:
+            return FailedRequest()
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+
+class FailedRequest(MPI.Request):
+    """A request that is seen to have failed at the second look."""
+
+    looks = 0
+
+    def Test(self, status: MPI.Status | None = None) -> bool:  # noqa: N802
+        self.looks += 1
+        if self.looks == 1:
+            return False
         raise MPI.Exception(MPI.ERR_OTHER)
 
 
 def check_a_send_that_fails_loses_its_peer() -> None:
     """Whatever the size, with what came of it before, and without a word from anybody."""
     world = join_world(WORLD, 20.0)
-    for nbytes in (10, 200_000):
+    for nbytes, later in ((10, False), (200_000, False), (10, True), (200_000, True)):
         transport = opened(world, shared_memory=False)
         if RANK == 1:
             transport.send(0, b"before", b"x" * 100_000)
         WORLD.Barrier()
         if RANK == 0:
             transport._comm, real = Failing(world.comm), transport._comm
+            transport._comm.later = later
             transport.send(1, b"", np.ones(nbytes, np.uint8))
             transport._comm = real
             frame = transport.recv(5.0)
