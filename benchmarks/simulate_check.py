@@ -271,7 +271,9 @@ def main(arguments: list[str]) -> int:
         try:
             return rescore(options.rescore)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-            print(f"simulate_check.py: {options.rescore} is no JSON file of this benchmark: {error!r}", file=sys.stderr)
+            print(
+                f"simulate_check.py: {options.rescore} does not suit this benchmark and its model: {error!r}", file=sys.stderr
+            )
             return 2
     if reason := netns.available():
         print(f"simulate_check.py: no network namespaces: {reason}", file=sys.stderr)
@@ -285,7 +287,7 @@ def main(arguments: list[str]) -> int:
     measured: list[links_report.Row] = []
     kernels = [Kernels.measured(CODECS)]
     for row in rows(options.worlds, options.links, options.sizes, options.budget):
-        if measured and row.size < measured[-1].size:  # another link, or another world
+        if measured and (row.link, row.ranks, row.hosts) != (measured[-1].link, measured[-1].ranks, measured[-1].hosts):
             kernels.append(Kernels.measured(CODECS))
         measured.append(row)
         print(f"measured: {row.link}, {row.hosts} hosts, {row.size} bytes, {row.contender}", file=sys.stderr, flush=True)

@@ -67,7 +67,7 @@ class Exchange:
         ]
 
     def kernels_s(self, codec: CodecCost, machine: Machine) -> float:
-        """Processor time in which elements are encoded and summed, or payload is copied to where ranks of the host can read it."""
+        """Processor time in which elements are encoded and summed, or payload is copied: out of frames, or for ranks of the host."""
         others = (self.ranks - 1) * self.part_bytes
         if self.kind == "reduce":
             return others / codec.encode_bytes_per_s + (others + self.part_bytes) / codec.reduce_bytes_per_s

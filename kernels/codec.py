@@ -31,8 +31,8 @@ class Codec(ABC):
     name: ClassVar[str]
     wire_id: ClassVar[int]  # 1 byte in the frame header; 0..63 are ours, 64..255 third parties'
     wire_version: ClassVar[int]  # changes when the meaning of the bytes does; old versions are decoded for ever
-    bits_per_element: ClassVar[float]
-    tile_size: ClassVar[int]  # elements; encoding pieces that are multiples of it wastes no padding
+    bits_per_element: ClassVar[float]  # above 0, at most 64
+    tile_size: ClassVar[int]  # elements, 1 to 2^20; encoding pieces that are multiples of it wastes no padding
     rounding: ClassVar[Literal["exact", "nearest", "stochastic"]]
     lossless: ClassVar[bool] = False
     nonfinite_rule: ClassVar[str]  # one sentence for docs and `doctor`

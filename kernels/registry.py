@@ -15,8 +15,8 @@ from squinchcomm.kernels.squinch6 import Squinch6, Squinch6SR
 
 ENTRY_POINT_GROUP = "squinchcomm.codecs"
 OWN_WIRE_IDS = range(64)
-_MOST_BITS = 128  # complex128 as it is
-_LARGEST_TILE = 1 << 20
+_MOST_BITS = 64  # float64 as it is
+_LARGEST_TILE = 1 << 20  # elements; a chunk of 1 MiB of float32 has fewer
 _NO_CODEC = "auto"  # a setting of this name leaves the choice of the codec to the communicator
 
 _lock = threading.RLock()
@@ -107,6 +107,7 @@ _DEMANDS: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     ("wire_id", lambda value: _is_whole(value, len(OWN_WIRE_IDS), 255), "a whole number of 64..255, others are ours"),
     ("wire_version", lambda value: _is_whole(value, 0, 255), "a whole number from 0 to 255"),
     ("bits_per_element", _is_number_of_bits, f"an int or float above 0, at most {_MOST_BITS}"),
+    ("lossless", lambda value: isinstance(value, bool), "a bool"),
     ("tile_size", lambda value: _is_whole(value, 1, _LARGEST_TILE), f"a whole number from 1 to {_LARGEST_TILE}"),
 )
 

@@ -19,7 +19,7 @@ from squinchcomm.collectives import movement
 from squinchcomm.collectives.call import Call
 from squinchcomm.collectives.channel import Channel
 from squinchcomm.collectives.coder import PlainCoder, mix
-from squinchcomm.collectives.exchange import DIRECT_BYTES, DIRECT_RANKS, direct_allreduce
+from squinchcomm.collectives.exchange import direct_allreduce, runs_direct
 from squinchcomm.collectives.p2p import Message, PointToPoint
 from squinchcomm.collectives.plan import Plan
 from squinchcomm.collectives.reduction import check_reduction
@@ -169,7 +169,7 @@ class Communicator:
 
         def body(call: Call) -> None:
             coder = self._strategy.coder(chosen, flat.data.dtype, op, call)
-            if chosen.lossless and flat.data.nbytes <= DIRECT_BYTES and self.world_size <= DIRECT_RANKS:
+            if runs_direct(chosen.lossless, flat.data.nbytes, self.world_size):
                 direct_allreduce(call, coder, flat.data)
             elif self.world_size > 1:
                 self._strategy.reduction(call, coder, flat.data).allreduce()

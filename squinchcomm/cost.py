@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
 
-from squinchcomm.collectives.exchange import DIRECT_BYTES, DIRECT_RANKS
+from squinchcomm.collectives.exchange import runs_direct
 from squinchcomm.collectives.plan import MAX_CHUNK_BYTES, Plan
 from squinchcomm.errors import ConfigError
 from squinchcomm.machine import CodecCost, Machine
@@ -305,7 +305,7 @@ def algorithms(layout: Layout, nbytes: int, codec: CodecCost, *, half: bool = Fa
     if layout.ranks == 1:
         return ()
     names = [PAIRWISE]
-    if codec.lossless and nbytes <= DIRECT_BYTES and layout.ranks <= DIRECT_RANKS:
+    if runs_direct(codec.lossless, nbytes, layout.ranks):
         names.insert(0, DIRECT)
     if layout.layered and not (half and codec.lossless):
         names.append(HIERARCHICAL)

@@ -20,6 +20,7 @@ _ELEMENTS = 1 << 23  # 32 MiB of float32; as many arrays as are measured at once
 _TERMS = 4  # inputs of a measured sum
 _SATURATING_CORES = 4
 _BUDGET_S = 0.03  # a measurement
+_START_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,11 +228,11 @@ def _rates(calls: Sequence[Callable[[], object]], nbytes: int) -> list[float]:
     """Bytes per second of each call, of `nbytes` each, repeated by processors of their own at the same time."""
     for call in calls:  # the first time, which also fails here if it fails
         call()
-    begin = threading.Barrier(len(calls))
+    begin = threading.Barrier(len(calls), timeout=_START_S)
 
     def timed(call: Callable[[], object], processor: int) -> float:
-        os.sched_setaffinity(0, {processor})  # of this thread: two on one processor would take turns and not share the memory
         begin.wait()
+        os.sched_setaffinity(0, {processor})  # of this thread: two on one processor would take turns and not share the memory
         return nbytes / _median_s(call)
 
     with ThreadPoolExecutor(len(calls)) as pool:

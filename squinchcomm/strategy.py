@@ -126,7 +126,7 @@ class Strategy:
         return min(max(self._config.chunk_bytes * data.itemsize // 4, 1), self._max_payload_bytes)
 
     def _takes_hierarchy(self, coder: Coder, data: np.ndarray) -> bool:
-        if not self._layout.layered:
+        if not self._layout.layered or self._config.algorithm == "flat":
             return False
         # Nothing here may differ between ranks: constants are those that all have agreed on, or those of no machine in particular.
         name = coder.codec.name if isinstance(coder, CodecCoder) else "none"
@@ -134,5 +134,14 @@ class Strategy:
         cost = known.encoded if known is not None and known.encoded.name == name else codec_cost(name)
         machine = known.machine if known is not None else _USUAL
         half = data.dtype in (FLOAT16, BFLOAT16)
-        rules = {"half": half, "setting": self._config.algorithm, "direct": False}  # direct ones do not come here
-        return choose(self._layout, data.nbytes, cost, machine, itemsize=data.itemsize, **rules).algorithm == HIERARCHICAL
+        chosen = choose(
+            self._layout,
+            data.nbytes,
+            cost,
+            machine,
+            itemsize=data.itemsize,
+            half=half,
+            setting=self._config.algorithm,
+            direct=False,  # those do not come here
+        )
+        return chosen.algorithm == HIERARCHICAL

@@ -1,6 +1,6 @@
 """What the codec "auto" has to know of processors and links, measured when a group has met, alike on all ranks.
 
-Three numbers scale the constants of the cost model, which are those of a known machine: how fast a processor encodes, how many
+Three numbers scale the constants of the cost model, which are round ones: how fast a processor encodes, how many
 processors a rank really gets while all ranks are at work (namespaces, quotas of containers and other jobs do not show in any count of
 cores), and how fast a host sends. Every rank measures; all take what the measurements of all ranks say. Takes about 20 ms, and up to
 0.15 s more between hosts.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _WORK_S = 0.02
 _WORK_ELEMENTS = 1 << 22  # as many as REPORTED_RATES had more than the caches near a core hold
 _MAX_THREADS = 16
-# Of the machine of the reports: its memory's 40 GB/s by two processors. A few more saturate the memory of any host.
+# The model's 40 GB/s of a host are what two processors copy at best. A few more saturate the memory of any host.
 _COPIED_BYTES_PER_S, _SATURATING_CORES = 20e9, 4
 # What leaders of hosts send each other until it takes long enough to be a rate and not a latency.
 _EXCHANGED_BYTES = (32 << 10, 128 << 10, 512 << 10, 2 << 20, 8 << 20)

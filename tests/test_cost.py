@@ -263,17 +263,16 @@ def test_a_codec_that_no_report_knows_takes_the_lowest_rates(monkeypatch: pytest
     codec_cost.cache_clear()
 
 
-def test_a_measurement_that_fails_ends() -> None:
-    started = threading.Event()
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_measurement_that_fails_ends(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    def pin(_: int, processors: set[int]) -> None:
+        if failing in processors:
+            raise OSError("not a processor of this group")
 
-    def slow() -> None:
-        started.set()
-        time.sleep(0.05)
-        raise MemoryError("no room")
-
-    with pytest.raises(MemoryError, match="no room"):
-        _rates([slow, lambda: None], 1)
-    assert started.is_set()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(os, "sched_setaffinity", pin)
+    with pytest.raises(OSError, match="not a processor"):
+        _rates([lambda: None, lambda: None], 1)
 
 
 def test_a_measurement_whose_threads_cannot_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:

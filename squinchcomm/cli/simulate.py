@@ -39,7 +39,9 @@ def simulate(
     latency: Annotated[float | None, typer.Option("--latency", help=f"Between hosts, us. {_GIVEN}")] = None,
     local_latency: Annotated[float | None, typer.Option("--local-latency", help=f"Inside a host, us. {_GIVEN}")] = None,
     hop: Annotated[float | None, typer.Option("--hop", help=f"Processor time of a rank for a hop, us. {_GIVEN}")] = None,
-    frame: Annotated[float | None, typer.Option("--frame", help=f"Processor time of a frame, us. {_GIVEN}")] = None,
+    frame: Annotated[
+        float | None, typer.Option("--frame", help=f"Processor time of a frame between hosts, us. {_GIVEN}")
+    ] = None,
     local_frame: Annotated[float | None, typer.Option("--local-frame", help=f"The same inside a host, us. {_GIVEN}")] = None,
     chunk: Annotated[
         float | None, typer.Option("--chunk", help=f"Processor time to send and sum a chunk, us. {_GIVEN}")

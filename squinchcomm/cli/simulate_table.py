@@ -159,8 +159,10 @@ def header(known: dict[str, Any]) -> list[str]:
     return [
         f"# squinchcomm simulate  {known['date']}  squinchcomm {known['version']}",
         f"# constants {known['source']}: latency {1e6 * machine['latency_s']:g} us ({1e6 * machine['local_latency_s']:g} inside a host), "
-        f"a hop {1e6 * machine['call_s']:g} us, a frame {1e6 * machine['frame_s']:g} us ({1e6 * machine['local_frame_s']:g}) and its chunk "
-        f"{1e6 * machine['chunk_s']:g} us ({1e6 * machine['encoded_chunk_s']:g} encoded) of a processor, {machine['cores']:g} cores a host",
+        f"{machine['cores']:g} cores a host",
+        f"# processor time: a hop {1e6 * machine['call_s']:g} us, a frame {1e6 * machine['frame_s']:g} us "
+        f"({1e6 * machine['local_frame_s']:g} inside a host), its chunk {1e6 * machine['chunk_s']:g} us "
+        f"({1e6 * machine['encoded_chunk_s']:g} encoded)",
         f"# sockets {machine['socket_bytes_per_s'] / 1e9:.3g} GB/s a core, additions {machine['add_bytes_per_s'] / 1e9:.3g} GB/s a core, "
         f"memory {machine['memory_bytes_per_s'] / 1e9:.3g} GB/s a host, MTU {machine['mtu']}, "
         f"link efficiency {machine['link_efficiency']:g}, incast {machine['incast']:g}",

@@ -24,10 +24,13 @@ from squinchcomm.collectives.plan import Plan
 
 SCATTER, GATHER, DIRECT = 0, 1, 2
 
-# Arrays up to this size are sent whole to everybody and summed by everybody, if no more than DIRECT_RANKS take part: one step
-# instead of two.
-DIRECT_BYTES = 16 << 10
-DIRECT_RANKS = 8
+_DIRECT_BYTES = 16 << 10
+_DIRECT_RANKS = 8
+
+
+def runs_direct(lossless: bool, nbytes: int, ranks: int) -> bool:
+    """Whether an all-reduce is one step instead of two: small arrays are sent whole to everybody and summed by everybody."""
+    return lossless and nbytes <= _DIRECT_BYTES and 1 < ranks <= _DIRECT_RANKS
 
 
 class Exchange:

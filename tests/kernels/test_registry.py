@@ -108,8 +108,9 @@ def test_import_needs_neither_numba_nor_a_compilation() -> None:
     + [("wire_version", value) for value in (-1, 256, 1.0, None)]
     + [
         ("bits_per_element", value)
-        for value in (0, -6.0, math.nan, math.inf, 129, True, None, "8", Decimal(8), np.array(8.0), 8j)
+        for value in (0, -6.0, math.nan, math.inf, 65, True, None, "8", Decimal(8), np.array(8.0), 8j)
     ]
+    + [("lossless", value) for value in (0, 1, None, "no")]
     + [("tile_size", value) for value in (0, -512, 1.5, 1 << 21, None, True)],
 )
 def test_attributes_that_no_codec_has_are_refused(attribute: str, value: object) -> None:
