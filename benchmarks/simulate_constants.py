@@ -50,19 +50,18 @@ class Exchange:
 
     def demand(self, codec: CodecCost) -> list[float]:
         """How many calls, frames to other hosts and inside one, chunks as they are and encoded, bytes through sockets a rank has."""
-        others = self.ranks - 1
+        others, encoded, far = self.ranks - 1, self.kind == "reduce", self.hosts > 1
         if self.kind == "move":
             frames = others * max(1, -(-self.part_bytes // MAX_CHUNK_BYTES))
         else:
-            frames = others * Plan([0, self.part_bytes // 4], 4, codec.tile if self.kind == "reduce" else 1).chunks(0)
-        payload = others * self.part_bytes * (codec.bits / 32 if self.kind == "reduce" else 1)
-        far = self.hosts > 1
+            frames = others * Plan([0, self.part_bytes // 4], 4, codec.tile if encoded else 1).chunks(0)
+        payload = others * self.part_bytes * (codec.bits / 32 if encoded else 1)
         return [
             1.0,
             frames * far,
             frames * (not far),
             frames * (self.kind == "sum"),
-            frames * (self.kind == "reduce"),
+            frames * encoded,
             payload * far,
         ]
 

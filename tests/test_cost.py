@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from squinchcomm import machine as machine_module
 from squinchcomm.communicator import Communicator
 from squinchcomm.cost import DIRECT, HIERARCHICAL, PAIRWISE, RING, Layout, algorithms, choose, predict
 from squinchcomm.errors import ConfigError
@@ -287,6 +288,7 @@ def test_a_measurement_whose_threads_cannot_start_ends(monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
     monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(machine_module, "_START_S", 1e3)  # the thread that has started need not wait so long
     with pytest.raises(RuntimeError, match="can't start"):
         _rates([lambda: None, lambda: None], 1)
     for thread in starts[:1]:

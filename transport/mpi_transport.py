@@ -437,8 +437,7 @@ class MpiTransport(SharingTransport):
             for frame in self._ready:
                 frame.link.released += 1  # a peer that is still sending must not overrun its window
             self._ready.clear()
-            for link in self._peers:
-                link.forget_sent()
+            self._forget_sent()
             return all(link.silent and (link.lost or not link.unfinished()) for link in self._peers)
 
     def _refuse(self, peer: int) -> NoReturn:

@@ -156,7 +156,7 @@ class Channel:
         Raises:
             SquinchError: of the kind that fits; the caller passes it to `fail`.
         """
-        self.check_end(ticket, {*waiting, *unsent}, waiting)
+        self.check_end(ticket, waiting or unsent, waiting)
         for peer in self._early:
             if waiting.get(peer):
                 return self._judge(ticket, waiting, *self._pop_early(peer))
